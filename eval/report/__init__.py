@@ -1,0 +1,1 @@
+"""The report: tables and figures recomputed from raw records."""

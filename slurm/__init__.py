@@ -1,0 +1,1 @@
+"""Job scripts for SLURM clusters (templates and submission)."""

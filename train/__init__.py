@@ -1,0 +1,1 @@
+"""From conversations to a trained head: data, features, objective, loop."""

@@ -1,0 +1,1 @@
+"""Prompts, the answers of the target, and token files with exact answer masks."""

@@ -1,0 +1,1 @@
+"""Hidden states of the target: extraction and the feature store."""
