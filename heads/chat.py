@@ -136,5 +136,7 @@ def _stop_token_ids(target_dir: Path, *, tokenizer_eos: int | None) -> list[int]
     if tokenizer_eos is not None:
         ids.append(tokenizer_eos)
     if not ids:
-        raise ValueError(f"the target {target_dir} names no end-of-sequence token; set eos_token_id in its generation_config.json")
+        raise ValueError(
+            f"the target {target_dir} names no end-of-sequence token; set eos_token_id in its generation_config.json"
+        )
     return list(dict.fromkeys(ids))

@@ -54,7 +54,9 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); restore it or delete it and run the stage again") from error
+        raise ValueError(
+            f"{path} is not valid JSON ({error}); restore it or delete it and run the stage again"
+        ) from error
 
 
 def sync_directory(directory: Path) -> None:

@@ -10,8 +10,10 @@ binding makes two busy cores crawl; and the default KV cache would take a share 
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -73,3 +75,14 @@ def speculative_config(head_dir: Path, *, method: str, num_speculative_tokens: i
     if method not in SPECULATIVE_METHODS:
         raise ValueError(f"unknown speculative method {method!r}; choose one of {', '.join(SPECULATIVE_METHODS)}")
     return {"method": method, "model": str(head_dir), "num_speculative_tokens": num_speculative_tokens}
+
+
+def end_with_parent() -> None:
+    """Ask Linux to end this process when its parent does, however the parent ends.
+
+    An engine left behind by a killed run would keep the cores busy and write into a directory that the next run owns.
+    Elsewhere than on Linux the call does nothing.
+    """
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)

@@ -44,7 +44,9 @@ def resolve_target(model: str, *, revision: str | None, cache_dir: Path) -> Path
     directory = Path(model).expanduser()
     if directory.is_dir():
         if revision is not None:
-            raise ValueError(f"target.revision={revision!r} has no meaning for the local directory {model!r}; remove it")
+            raise ValueError(
+                f"target.revision={revision!r} has no meaning for the local directory {model!r}; remove it"
+            )
         _require_checkpoint(directory)
         return directory.resolve()
     if model.startswith((".", "/", "~")) or model.count("/") != 1:

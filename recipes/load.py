@@ -56,7 +56,8 @@ def load_recipe(reference: str | Path, *, overrides: Iterable[str] = ()) -> Reci
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        lines = [_describe(detail) for detail in error.errors(include_url=False)]
+        details = _innermost(error.errors(include_url=False))
+        lines = [_describe(detail) for detail in details]
         raise ValueError(_joined(str(path), lines=lines)) from error
 
 
@@ -103,7 +104,9 @@ def resolve_builtin(reference: str) -> Path:
     folder = _package_folder() / "data"
     names = sorted(path.name for path in folder.glob("*") if path.is_file())
     if name not in names:
-        raise ValueError(f"{reference}: the package has no such data file{_hint(name, valid=names)}")
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
+        raise ValueError(f"{reference}: the package has no such data file; {hint}")
     return folder / name
 
 
@@ -170,6 +173,16 @@ def _apply_override(values: dict[str, Any], *, override: str) -> None:
     values[field] = _read_yaml(text, origin=key)
 
 
+def _innermost(details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Without errors of a list that only follow from errors of its entries (too short, once a bad entry is dropped)."""
+    places = [detail["loc"] for detail in details]
+    return [
+        detail
+        for detail, place in zip(details, places, strict=True)
+        if not any(other != place and other[: len(place)] == place for other in places)
+    ]
+
+
 def _describe(detail: ErrorDetails) -> str:
     """One line for one pydantic error: dotted path, what was got, what was expected, and the mend."""
     path = ".".join(str(part) for part in detail["loc"])
@@ -194,10 +207,13 @@ def _hint(key: str, *, valid: list[str]) -> str:
     """What an error appends to name the nearest valid key: of the same section, then of any, then by the whole path."""
     section, _, field = key.rpartition(".")
     siblings = {name.rpartition(".")[2]: name for name in valid if name.rpartition(".")[0] == section}
+    abbreviated = [name for sibling, name in siblings.items() if field == "".join(w[0] for w in sibling.split("_"))]
+    if abbreviated:
+        return f"; did you mean {abbreviated[0]}?"
+    sections = {name.partition(".")[0]: name.partition(".")[0] for name in valid if "." in name and not section}
     fields = {name.rpartition(".")[2]: name for name in reversed(valid)}
-    sections = {name.partition(".")[0]: name.partition(".")[0] for name in valid if "." in name}
-    for names in (siblings, sections if not section else {}, fields, {name: name for name in valid}):
-        near = difflib.get_close_matches(field if names is not valid else key, names, n=1, cutoff=0.6)
+    for written, names in ((field, siblings | sections), (field, fields), (key, {name: name for name in valid})):
+        near = difflib.get_close_matches(written, names, n=1, cutoff=0.6)
         if near:
             return f"; did you mean {names[near[0]]}?"
     near = difflib.get_close_matches(key, valid, n=1, cutoff=0.3)

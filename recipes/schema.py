@@ -65,21 +65,17 @@ class Generation(Section):
     """How the target writes its own conversations (only with data.regenerate)."""
 
     seed: int = Field(default=0, ge=0, description="seed of topics, prompts and sampling")
-    self_prompts: int = Field(
-        default=3000, ge=0, description="conversations whose user turn the target makes up itself"
-    )
+    self_prompts: int = Field(default=3000, ge=0, description="conversations the target makes up, user turn too")
     chitchat: int = Field(default=800, ge=0, description="conversations from chitchat-dataset")
     chatterbot: int = Field(default=400, ge=0, description="conversations from chatterbot-corpus")
     evals: int = Field(default=400, ge=0, description="prompts from evals")
     heldout_prompts: int = Field(default=160, ge=1, description="conversations kept out of training")
     temperature: Number = Field(default=0.7, ge=0, description="sampling temperature of answers; 0 = greedy")
-    min_p: Number = Field(
-        default=0.02, ge=0, lt=1, description="tokens below this share of the likeliest are never sampled"
-    )
+    min_p: Number = Field(default=0.02, ge=0, lt=1, description="least share of the likeliest token's probability")
     max_tokens: int = Field(default=256, gt=0, description="longest answer, in tokens")
     batch_size: int = Field(default=64, gt=0, description="sequences vLLM decodes at a time")
     max_repeated_8gram_share: Number = Field(
-        default=0.3, gt=0, le=1, description="answers above this share are loops: dropped"
+        default=0.3, gt=0, le=1, description="answers above it are dropped as loops"
     )
 
     @model_validator(mode="after")
@@ -92,12 +88,8 @@ class Generation(Section):
 class Data(Section):
     """The conversations that a head learns from."""
 
-    conversations: str | None = Field(
-        default=None, description="path of .jsonl or .jsonl.gz, or builtin:FILE of this package"
-    )
-    regenerate: bool = Field(
-        default=False, description="let the target write the conversations anew instead of reading a file"
-    )
+    conversations: str | None = Field(default=None, description="path of .jsonl or .jsonl.gz, or builtin:FILE")
+    regenerate: bool = Field(default=False, description="the target writes the conversations anew")
     max_length: int = Field(default=512, ge=MIN_MAX_LENGTH, description="tokens after which a conversation is cut")
     max_train_tokens: int | None = Field(default=None, gt=0, description="tokens to train on; null = all there are")
     on_bad_line: Literal["stop", "skip"] = Field(
@@ -117,7 +109,7 @@ class Data(Section):
 class Features(Section):
     """Hidden states of the target that a head sees."""
 
-    capture_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+    capture_layers: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
         default=None, strict=False, min_length=1, description="layers to capture; null = a low, a middle and a high one"
     )
     dtype: DType = Field(default="bfloat16", description="of the target's forward and of the stored states")
@@ -140,9 +132,7 @@ class Head(Section):
     intermediate_size: int | None = Field(default=None, gt=0, description="width of the MLP; null = the target's")
     num_attention_heads: int | None = Field(default=None, gt=0, description="query heads; null = the target's")
     num_key_value_heads: int | None = Field(default=None, gt=0, description="key and value heads; null = the target's")
-    head_dim: int | None = Field(
-        default=None, gt=0, multiple_of=2, description="width of one head; null = the target's"
-    )
+    head_dim: int | None = Field(default=None, gt=0, multiple_of=2, description="width of a head; null = the target's")
     init_from_target: bool = Field(default=True, description="start norms, MLP and lm_head from the target's weights")
 
     @model_validator(mode="after")
@@ -163,15 +153,15 @@ class Train(Section):
     step_decay: Number = Field(default=0.8, gt=0, le=1, description="weight of a TTT step relative to the one before")
     learning_rate: Number = Field(default=1e-3, gt=0, description="peak learning rate")
     warmup_share: Number = Field(default=0.03, ge=0, lt=1, description="share of training with rising learning rate")
-    schedule: Literal["cosine"] = Field(default="cosine", description="learning rate after warm-up")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="learning rate after warm-up"
+    )
     weight_decay: Number = Field(default=0.0, ge=0, description="AdamW weight decay")
     betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = Field(
         default=(0.9, 0.95), strict=False, description="AdamW betas"
     )
     max_grad_norm: Number = Field(default=1.0, gt=0, description="gradients are clipped to this global norm")
-    precision: Literal["bf16", "fp32"] = Field(
-        default="bf16", description="of the forward; weights and AdamW stay fp32"
-    )
+    precision: Literal["bf16", "fp32"] = Field(default="bf16", description="of the forward; weights stay fp32")
     evaluate_every: int = Field(default=100, gt=0, description="steps between held-out evaluations")
     evaluate_conversations: int = Field(default=32, gt=0, description="held-out conversations of one evaluation")
     chain_length: int = Field(default=3, ge=1, description="drafted tokens k of the held-out tau")
@@ -194,7 +184,7 @@ class Score(Section):
         default=(3, 1),
         strict=False,
         min_length=1,
-        description="numbers of drafted tokens k to measure, the main one first",
+        description="drafted tokens k to measure, the main one first",
     )
     batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         default=(1, 2, 4, 8, 16, 32), strict=False, min_length=1, description="concurrent sequences to measure at"
@@ -239,9 +229,7 @@ class Recipe(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="names the run directory")
     seed: int = Field(default=0, ge=0, description="seed of data order, initialisation and training")
-    run_dir: str | None = Field(
-        default=None, min_length=1, description="where everything is written; null = runs/<name>"
-    )
+    run_dir: str | None = Field(default=None, min_length=1, description="where all is written; null = runs/<name>")
     target: Target
     data: Data
     features: Features = Features()

@@ -45,7 +45,9 @@ def prompt_hash(text: str) -> int:
     return int(hashlib.sha256(" ".join(text.lower().split()).encode()).hexdigest()[:12], 16)
 
 
-def read_conversations(path: Path, *, on_bad_line: Literal["stop", "skip"]) -> tuple[list[Conversation], dict[str, int]]:
+def read_conversations(
+    path: Path, *, on_bad_line: Literal["stop", "skip"]
+) -> tuple[list[Conversation], dict[str, int]]:
     """All conversations of a file, and counts of what was read and skipped.
 
     Raises:
@@ -86,7 +88,9 @@ def _lines(path: Path) -> Iterator[str]:
             with path.open(encoding="utf-8") as stream:
                 yield from stream
     except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as text ({error}); is it a JSON lines file, gzipped if it ends in .gz?") from error
+        raise ValueError(
+            f"{path} cannot be read as text ({error}); is it a JSON lines file, gzipped if it ends in .gz?"
+        ) from error
 
 
 def _parse(line: str, *, number: int) -> Conversation:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.heads.files import read_json, write_json
-from eyas.heads.serving import engine_environment, require_vllm
+from eyas.heads.serving import end_with_parent, engine_environment, require_vllm
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ def generate(
     """
     require_vllm()
     output = work_dir / f"{name}.jsonl"
-    missing = [request for request in requests if request.id not in read_finished(output)]
+    finished = read_finished(output)
+    missing = [request for request in requests if request.id not in finished]
     if missing:
         plan = work_dir / f"{name}.plan.json"
         write_json(
@@ -91,9 +92,7 @@ def generate(
                 "requests": [asdict(request) for request in missing],
             },
         )
-        _run_worker(
-            plan, output=output, log=work_dir / f"{name}.log", threads=threads, kv_cache_gib=kv_cache_gib
-        )
+        _run_worker(plan, output=output, log=work_dir / f"{name}.log", threads=threads, kv_cache_gib=kv_cache_gib)
     return read_finished(output)
 
 
@@ -114,6 +113,7 @@ def _run_worker(plan: Path, *, output: Path, log: Path, threads: int, kv_cache_g
 
 def main(plan_path: Path, output_path: Path) -> None:
     """The worker's body: keep `batch_size` requests running until all are done."""
+    end_with_parent()
     plan = read_json(plan_path)
     requests = {request["id"]: request for request in plan["requests"]}
     engine = _start_engine(plan)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
 from eyas.train.data.conversations import prompt_hash
 
 MIN_TURN_CHARACTERS = 12
@@ -27,7 +26,15 @@ MAX_PER_OPENING = 6
 
 # Folders of the `evals` package whose data is not under its MIT licence.
 EVALS_OTHER_LICENCE = frozenset(
-    "text_compression steganography schelling_point ballots sandbagging theory_of_mind already_said_that".split()
+    [
+        "text_compression",
+        "steganography",
+        "schelling_point",
+        "ballots",
+        "sandbagging",
+        "theory_of_mind",
+        "already_said_that",
+    ]
 )
 LICENCES = {
     "self": "written by the target",
@@ -63,8 +70,13 @@ def self_prompt_seeds(count: int, *, topics: Sequence[str], openers: Sequence[st
     )
     seeds: list[SelfPromptSeed] = []
     while len(seeds) < count:
-        deck = [(topic, opener) for topic, opener in zip(_shuffled(topics, generator), _cycle(openers, len(topics), generator), strict=True)]
-        seeds += [SelfPromptSeed(system=generator.choice(frames).format(topic), opener=opener) for topic, opener in deck]
+        deck = [
+            (topic, opener)
+            for topic, opener in zip(_shuffled(topics, generator), _cycle(openers, len(topics), generator), strict=True)
+        ]
+        seeds += [
+            SelfPromptSeed(system=generator.choice(frames).format(topic), opener=opener) for topic, opener in deck
+        ]
     return seeds[:count]
 
 
@@ -156,7 +168,12 @@ def _evals_prompt(line: str) -> Prompt | None:
     texts = [str(message.get("content", "")).strip() for message in messages]
     if roles == ["user"] and usable(texts[0]):
         return Prompt(source="evals", system=None, turns=[texts[0]])
-    if roles == ["system", "user"] and usable(texts[0]) and texts[1].isascii() and 0 < len(texts[1]) <= MAX_TURN_CHARACTERS:
+    if (
+        roles == ["system", "user"]
+        and usable(texts[0])
+        and texts[1].isascii()
+        and 0 < len(texts[1]) <= MAX_TURN_CHARACTERS
+    ):
         return Prompt(source="evals", system=texts[0], turns=[texts[1]])
     return None
 

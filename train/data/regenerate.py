@@ -213,9 +213,7 @@ def _answer_round(
         _take_answer(dialogue, answers[request.id], chat=chat, max_repeated_share=max_repeated_share)
 
 
-def _take_answer(
-    dialogue: _Dialogue, answer: dict[str, Any], *, chat: TargetChat, max_repeated_share: float
-) -> None:
+def _take_answer(dialogue: _Dialogue, answer: dict[str, Any], *, chat: TargetChat, max_repeated_share: float) -> None:
     text = chat.decode(answer["token_ids"])
     if repeated_ngram_share(answer["token_ids"]) > max_repeated_share or not text.strip():
         dialogue.messages.pop()  # the unanswered user turn; earlier turns of the dialogue stay

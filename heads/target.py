@@ -1,0 +1,146 @@
+"""The target's side of a head: its frozen pieces (embedding, final norm, readout) and the hidden states it provides.
+
+The pieces are read straight from the safetensors files, so training a head for a large target never loads the whole
+model. They are frozen, shared and never written into checkpoints.
+
+Shapes: B sequences, T slots, A captured layers, H hidden, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from eyas.heads.files import read_json
+from safetensors import safe_open
+from torch import Tensor, nn
+
+LAYER_SUFFIXES = (
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+)
+
+
+@dataclass(frozen=True)
+class TargetPieces:
+    """Frozen weights of the target that a head works with, as stored (usually bfloat16 or float32)."""
+
+    embedding_VH: Tensor
+    readout_VH: Tensor
+    final_norm_H: Tensor
+
+    def to(self, device: torch.device) -> TargetPieces:
+        """The same pieces on another device."""
+        return TargetPieces(self.embedding_VH.to(device), self.readout_VH.to(device), self.final_norm_H.to(device))
+
+
+class TargetWeights:
+    """Reads single tensors out of a target's safetensors files by the end of their name."""
+
+    def __init__(self, target_dir: Path) -> None:
+        self.target_dir = target_dir
+        self._file_of = _tensor_files(target_dir)
+
+    def find(self, suffix: str) -> Tensor | None:
+        """The one tensor whose name ends with `.suffix` or equals it; None when there is none.
+
+        Raises:
+            ValueError: several tensors match, so the choice would be a guess.
+        """
+        names = [name for name in self._file_of if name == suffix or name.endswith("." + suffix)]
+        if not names:
+            return None
+        if len(names) > 1:
+            raise ValueError(
+                f"the target {self.target_dir} has several tensors called {suffix}: {', '.join(sorted(names))}"
+            )
+        with safe_open(self._file_of[names[0]], framework="pt") as weights:
+            return weights.get_tensor(names[0])
+
+    def require(self, suffix: str) -> Tensor:
+        """As `find`, but a missing tensor is a ValueError."""
+        tensor = self.find(suffix)
+        if tensor is None:
+            raise ValueError(
+                f"the target {self.target_dir} has no tensor called {suffix}; is it a Llama-style decoder?"
+            )
+        return tensor
+
+
+def load_target_pieces(target_dir: Path) -> TargetPieces:
+    """Embedding, readout (the embedding when they are tied) and final norm of a target."""
+    weights = TargetWeights(target_dir)
+    embedding_VH = weights.require("embed_tokens.weight")
+    readout_VH = weights.find("lm_head.weight")
+    return TargetPieces(
+        embedding_VH=embedding_VH,
+        readout_VH=embedding_VH if readout_VH is None else readout_VH,
+        final_norm_H=weights.require("model.norm.weight"),
+    )
+
+
+def load_target_model(target_dir: Path, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+    """The target as a transformers causal language model in evaluation mode."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        target_dir, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code
+    )
+    return model.eval()
+
+
+class HiddenStateCapture:
+    """Runs the target's decoder and keeps only what a head needs of its hidden states.
+
+    Hooks on the decoder layers avoid holding all L+1 states at once. The last state is taken after the final norm,
+    because that is what the readout multiplies.
+    """
+
+    def __init__(self, model: Any, *, capture_layers: Sequence[int]) -> None:
+        self.decoder: Any = model.get_decoder()
+        self.capture_layers = tuple(capture_layers)
+        self._captured: dict[int, Tensor] = {}
+        layers: nn.ModuleList = self.decoder.layers
+        for layer_id in self.capture_layers:
+            layers[layer_id - 1].register_forward_hook(self._hook(layer_id))
+
+    def _hook(self, layer_id: int) -> Any:
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self._captured[layer_id] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    @torch.inference_mode()
+    def __call__(self, token_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Captured states [B, T, A*H] and last state [B, T, H].
+
+        No attention mask is passed: with right padding and causal attention no real token ever sees a padded one, and
+        without a mask the fused causal kernel is used.
+        """
+        output = self.decoder(input_ids=token_ids_BT, use_cache=False)
+        captured_BTX = torch.cat([self._captured[layer] for layer in self.capture_layers], dim=-1)
+        self._captured.clear()
+        return captured_BTX, output.last_hidden_state
+
+
+def _tensor_files(target_dir: Path) -> dict[str, Path]:
+    index = target_dir / "model.safetensors.index.json"
+    if index.is_file():
+        return {name: target_dir / file for name, file in read_json(index)["weight_map"].items()}
+    files: dict[str, Path] = {}
+    for path in sorted(target_dir.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as weights:
+            files.update(dict.fromkeys(weights.keys(), path))
+    if not files:
+        raise ValueError(f"the target {target_dir} holds no safetensors weights")
+    return files

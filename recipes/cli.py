@@ -1,0 +1,272 @@
+"""The command line: `eyas`. Commands parse, call one function of another file, and print.
+
+Everything heavy is imported inside the command that needs it, so that `eyas --help` and shell completion stay fast.
+Errors of the user arrive here as `ValueError` (a full or read-only disk as `OSError`) and leave as one line on stderr
+with exit code 2; set EYAS_TRACEBACK=1 to see where they came from.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from eyas.recipes.schema import Recipe
+
+USER_ERROR = 2
+INTERRUPTED = 130
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+class _Commands(TyperGroup):
+    """Turns errors of the user and Ctrl-C into one line and an exit code, for every command."""
+
+    def invoke(self, ctx: Any) -> Any:
+        if os.environ.get("EYAS_TRACEBACK") == "1":
+            return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except ValueError as error:
+            message = str(error)
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+            message = f"{error.filename or 'disk'}: {error.strerror}; free space, or set run_dir=... to write elsewhere"
+        except KeyboardInterrupt as error:
+            typer.echo("interrupted; run the same command again to continue", err=True)
+            raise typer.Exit(INTERRUPTED) from error
+        typer.echo(f"error: {message}", err=True)
+        raise typer.Exit(USER_ERROR)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train a draft head for your language model, serve it in vLLM, and measure whether it pays.",
+)
+recipes_app = typer.Typer(no_args_is_help=True, help="The recipes that come with eyas.")
+app.add_typer(recipes_app, name="recipes")
+
+
+def _complete_recipe(incomplete: str) -> list[str]:
+    from eyas.recipes.load import shipped_recipes
+
+    return [name for name in shipped_recipes() if name.startswith(incomplete)]
+
+
+RecipeArgument = Annotated[
+    str, typer.Argument(help="Recipe file, or name of a shipped recipe.", autocompletion=_complete_recipe)
+]
+OverridesArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="SECTION.FIELD=VALUE", help="Values to use instead of the recipe's.")
+]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        import importlib.metadata
+
+        typer.echo(f"eyas {importlib.metadata.version('eyas')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    del version  # its callback has done the work
+
+
+def main() -> None:
+    """Entry point of the `eyas` script."""
+    app()
+
+
+@app.command()
+def run(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+    """Do everything: prepare, extract, train, export, score, report. What stands is skipped."""
+    _run_and_show(recipe, overrides)
+
+
+@app.command()
+def prepare(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+    """Turn conversations into token ids with an answer mask."""
+    _run_stages(recipe, overrides, last="prepare")
+
+
+@app.command()
+def extract(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+    """Run up to the target's hidden states."""
+    _run_stages(recipe, overrides, last="extract")
+
+
+@app.command()
+def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+    """Run up to the trained head."""
+    _run_stages(recipe, overrides, last="train")
+
+
+@app.command()
+def export(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+    """Run up to the head in vLLM's form."""
+    _run_stages(recipe, overrides, last="export")
+
+
+@app.command()
+def score(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+    """Run up to the measurement in vLLM and the report."""
+    _run_and_show(recipe, overrides)
+
+
+@app.command()
+def report(
+    source: Annotated[
+        str,
+        typer.Argument(help="Score directory, run directory, or recipe.", autocompletion=_complete_recipe),
+    ],
+) -> None:
+    """Make the report again from the raw records, without an engine."""
+    from eyas.eval.report.build import build_report
+    from eyas.recipes.stage import MANIFEST, refresh_files
+
+    score_dir = _find_score_dir(source)
+    results = build_report(score_dir)
+    if (score_dir / MANIFEST).is_file():
+        refresh_files(score_dir)
+    _show_results(results, score_dir=score_dir)
+
+
+@app.command()
+def plan(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+    """Show the resolved recipe and what it will take, and do nothing."""
+    from eyas.recipes.load import dump_recipe
+    from eyas.recipes.plan import plan_lines
+
+    resolved = _load(recipe, overrides)
+    lines = plan_lines(resolved)
+    typer.echo(dump_recipe(resolved))
+    typer.echo("\n".join(lines))
+
+
+@app.command()
+def check(
+    head_dir: Annotated[Path, typer.Argument(help="Directory of an exported head.")],
+    target: Annotated[Path | None, typer.Option(help="Directory of its target, to check that the two fit.")] = None,
+) -> None:
+    """Check that vLLM would read a head directory as it is meant."""
+    from eyas.heads.formats.vllm import check_head
+
+    problems = check_head(head_dir, target_dir=target)
+    for problem in problems:
+        typer.echo(f"problem: {problem}", err=True)
+    if problems:
+        raise typer.Exit(USER_ERROR)
+    typer.echo(f"{head_dir}: no problem found")
+
+
+@app.command()
+def doctor() -> None:
+    """Show the machine and the installed packages, and what is missing."""
+    from eyas.recipes.doctor import checks
+
+    results = checks()
+    missing = [mend for _, mend in results if mend is not None]
+    typer.echo("\n".join(line for line, _ in results))
+    for mend in missing:
+        typer.echo(f"missing: {mend}", err=True)
+    if missing:
+        raise typer.Exit(USER_ERROR)
+
+
+@recipes_app.command("ls")
+def recipes_ls() -> None:
+    """List the shipped recipes."""
+    from eyas.recipes.load import shipped_recipes
+
+    for name, path in shipped_recipes().items():
+        summary = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
+        typer.echo(f"{name}\t{summary}")
+
+
+@recipes_app.command("cat")
+def recipes_cat(recipe: RecipeArgument) -> None:
+    """Print a recipe with its comments."""
+    from eyas.recipes.load import find_recipe
+
+    typer.echo(find_recipe(recipe).read_text(encoding="utf-8"), nl=False)
+
+
+@recipes_app.command("cp")
+def recipes_cp(
+    recipe: RecipeArgument,
+    destination: Annotated[Path | None, typer.Argument(help="File or directory; default: here.")] = None,
+) -> None:
+    """Copy a recipe to edit it; an existing file is never overwritten."""
+    from eyas.heads.files import write_bytes
+    from eyas.recipes.load import find_recipe
+
+    source = find_recipe(recipe)
+    goal = destination or Path()
+    if goal.is_dir():
+        goal = goal / source.name
+    if goal.exists():
+        raise ValueError(f"{goal} exists; name another file or remove it")
+    write_bytes(goal, source.read_bytes())
+    typer.echo(str(goal))
+
+
+@recipes_app.command("validate")
+def recipes_validate(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+    """Check a recipe, and overrides with it, without running anything."""
+    resolved = _load(recipe, overrides)
+    typer.echo(f"{recipe}: valid, runs in {resolved.run_directory}")
+
+
+def _load(recipe: str, overrides: list[str] | None) -> Recipe:
+    from eyas.recipes.load import load_recipe
+
+    return load_recipe(recipe, overrides=overrides or ())
+
+
+def _run_stages(recipe: str, overrides: list[str] | None, *, last: str) -> None:
+    from eyas.recipes.pipeline import run_until
+
+    run_until(_load(recipe, overrides), last=last, say=typer.echo)
+
+
+def _run_and_show(recipe: str, overrides: list[str] | None) -> None:
+    from eyas.heads.files import read_json
+    from eyas.recipes.pipeline import run_until
+
+    finished = run_until(_load(recipe, overrides), last="score", say=typer.echo)
+    score_dir = finished.directory("score")
+    _show_results(read_json(score_dir / "results.json"), score_dir=score_dir)
+
+
+def _show_results(results: dict[str, Any], *, score_dir: Path) -> None:
+    from eyas.eval.report.words import terminal_table
+
+    typer.echo(terminal_table(results))
+    typer.echo(f"report: {score_dir / 'report.html'}")
+
+
+def _find_score_dir(source: str) -> Path:
+    """Score directory that `source` means: itself, inside a run directory, or of a recipe."""
+    directory = Path(source).expanduser()
+    if not directory.is_dir():
+        directory = _load(source, None).run_directory
+    for candidate in (directory, directory / "score"):
+        if (candidate / "starts").is_dir():
+            return candidate
+    raise ValueError(
+        f"{directory} holds no raw records (a folder 'starts'); "
+        "run `eyas score RECIPE` first, or name a score directory"
+    )

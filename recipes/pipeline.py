@@ -1,0 +1,70 @@
+"""The run of a recipe: each stage in order, made when it is missing or stale, skipped when it stands."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from eyas.heads.files import write_json, write_text
+from eyas.recipes.load import dump_recipe, resolve_builtin
+from eyas.recipes.run import Run, open_run, stage_names
+from eyas.recipes.schema import Recipe
+from eyas.recipes.stage import Stage, run_lock, run_stage, stage_status
+from eyas.recipes.stages import STAGES
+
+Say = Callable[[str], None]
+
+
+def run_until(recipe: Recipe, *, last: str, say: Say) -> Run:
+    """Run what is missing or stale of `recipe` up to and including stage `last`, with one line per stage to `say`.
+
+    Raises:
+        ValueError: bad input of any stage, or another process at work in the run directory.
+    """
+    _require_one_process()
+    _require_conversations(recipe)
+    run = open_run(recipe)  # before the lock, so that a target that does not exist leaves no run directory
+    with run_lock(run.run_dir):
+        write_text(run.run_dir / "recipe.yaml", dump_recipe(recipe))
+        write_json(
+            run.run_dir / "target.json", {"directory": str(run.target_dir), "fingerprint": run.target_fingerprint}
+        )
+        for name in stage_names(recipe, last=last):
+            _run_one(STAGES[name](run), run_dir=run.run_dir, say=say)
+    return run
+
+
+def _run_one(stage: Stage, *, run_dir: Path, say: Say) -> None:
+    status = stage_status(stage, run_dir=run_dir)
+    if status != "complete":
+        verb = {"partial": "continuing", "stale": "running again (settings, inputs or files changed)", "missing": "running"}
+        say(f"{stage.name}: {verb[status]}")
+    start = time.monotonic()
+    if run_stage(stage, run_dir=run_dir):
+        say(f"{stage.name}: done in {time.monotonic() - start:.1f} s")
+    else:
+        say(f"{stage.name}: skipped, {run_dir / stage.name} stands")
+
+
+def _require_conversations(recipe: Recipe) -> None:
+    """Fail before the target is unpacked when the conversation file is missing."""
+    if recipe.data.regenerate or recipe.data.conversations is None:
+        return
+    path = resolve_builtin(recipe.data.conversations)
+    if not path.is_file():
+        raise ValueError(
+            f"data.conversations: no file {path}; name a .jsonl or .jsonl.gz file, "
+            "or set data.regenerate=true to let the target write one"
+        )
+
+
+def _require_one_process() -> None:
+    """Refuse a launcher's copies of this command: each would run every stage, in the same directory."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1:
+        raise ValueError(
+            f"a launcher started {processes} processes, and this version trains in one; "
+            "run `eyas train` without accelerate launch or torchrun"
+        )

@@ -1,0 +1,63 @@
+"""A run: a recipe with its target found, the names of its stages and where each keeps its files."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from eyas.recipes.load import resolve_builtin
+from eyas.recipes.schema import Recipe
+
+STAGE_NAMES: tuple[str, ...] = ("prepare", "extract", "train", "export", "score")
+"""Stages a user can name as the last one, in order; `regenerate` comes before them when the recipe asks for it."""
+
+CONVERSATIONS_FILE = "conversations.jsonl.gz"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A recipe with everything that is known before its first stage."""
+
+    recipe: Recipe
+    run_dir: Path
+    target_dir: Path
+    target_fingerprint: str
+
+    def directory(self, stage: str) -> Path:
+        """Where a stage's files lie; the extract stage is named after what it makes."""
+        return self.run_dir / ("features" if stage == "extract" else stage)
+
+    @property
+    def conversations(self) -> Path:
+        """The conversation file to prepare: the regenerated one, or the one that the recipe names."""
+        data = self.recipe.data
+        if data.regenerate:
+            return self.directory("regenerate") / CONVERSATIONS_FILE
+        assert data.conversations is not None, "the schema lets no recipe pass without conversations"
+        return resolve_builtin(data.conversations)
+
+
+def stage_names(recipe: Recipe, *, last: str) -> list[str]:
+    """Names of the stages of `recipe` up to and including `last`."""
+    assert last in STAGE_NAMES, last
+    names = list(STAGE_NAMES[: STAGE_NAMES.index(last) + 1])
+    return ["regenerate", *names] if recipe.data.regenerate else names
+
+
+def open_run(recipe: Recipe) -> Run:
+    """Find the target of `recipe` (a package target is unpacked, a hub target downloaded) and fingerprint it."""
+    from eyas.heads.target_source import cache_root, resolve_target, target_fingerprint
+
+    target_dir = resolve_target(recipe.target.model, revision=recipe.target.revision, cache_dir=cache_root())
+    return Run(
+        recipe=recipe,
+        run_dir=recipe.run_directory,
+        target_dir=target_dir,
+        target_fingerprint=target_fingerprint(target_dir),
+    )
+
+
+def available_cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,27 @@
+"""Set-up that every test shares: no network, few threads, and the same hypothesis examples on every run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# No deadline: a loaded machine is no failure.
+hypothesis.settings.register_profile("eyas", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.load_profile("eyas")
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("NO_COLOR", "1")
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a tiny random Llama with tokenizer and chat template; treat it as read-only."""
+    from tests import tiny
+
+    return tiny.write_target(tmp_path_factory.mktemp("target"))

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+from eyas.eval.latency import (
+    chunk_gaps,
+    latency_summary,
+    summarise,
+    throughput,
+    time_per_output_token,
+    time_to_first_token,
+    total_latency,
+)
+
+from tests.eval_records import cell, request
+
+
+def test_the_three_latencies_of_a_request() -> None:
+    served = request(submit=1.0, first=1.2, finish=3.2, token_ids=list(range(41)))
+    assert total_latency(served) == pytest.approx(2.2)
+    assert time_to_first_token(served) == pytest.approx(0.2)
+    assert time_per_output_token(served) == pytest.approx((2.2 - 0.2) / 40)
+    assert chunk_gaps(served) == pytest.approx([2.0])
+
+
+def test_an_answer_of_one_token_has_no_per_token_latency() -> None:
+    assert time_per_output_token(request(token_ids=[7])) is None
+
+
+def test_throughput_counts_the_makespan_not_the_sum_of_latencies() -> None:
+    assert throughput(cell(50.0, requests=4)) == pytest.approx(50.0)
+
+
+def test_percentiles() -> None:
+    summary = summarise([float(value) for value in range(101)])
+    assert summary == pytest.approx({"mean": 50.0, "p50": 50.0, "p90": 90.0, "p99": 99.0})
+    assert summarise([]) is None
+
+
+def test_summary_covers_all_starts() -> None:
+    summary = latency_summary([cell(41.0), cell(82.0)])
+    assert summary["e2e"] is not None
+    assert summary["e2e"]["mean"] == pytest.approx(0.75)

@@ -1,0 +1,99 @@
+"""The pipeline: order, staleness along the chain, and refusals before anything is spent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eyas.recipes import pipeline
+from eyas.recipes.pipeline import run_until
+from eyas.recipes.run import Run, available_cores, stage_names
+from eyas.recipes.schema import Recipe
+from eyas.recipes.stage import Stage, output_fingerprint
+
+
+def make_recipe(folder: Path, **values: Any) -> Recipe:
+    conversations = folder / "chats.jsonl"
+    conversations.touch()
+    base = {"name": "tiny", "run_dir": str(folder / "run"), "target": {"model": str(folder)}}
+    return Recipe.model_validate(base | {"data": {"conversations": str(conversations)}} | values)
+
+
+def counting_stage(name: str, before: str | None, log: list[str]) -> Any:
+    """A stage that copies the seed, so that a new seed makes everything stale."""
+
+    def build(run: Run) -> Stage:
+        def body(out_dir: Path) -> dict[str, Any]:
+            log.append(name)
+            (out_dir / "seed").write_text(str(run.recipe.seed))
+            return {}
+
+        inputs = {before: output_fingerprint(run.directory(before))} if before else {}
+        settings = {} if before else {"seed": run.recipe.seed}
+        return Stage(name=run.directory(name).name, settings=settings, inputs=inputs, body=body)
+
+    return build
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Fake stages that note their runs here."""
+    done: list[str] = []
+    names = ["prepare", "extract", "train"]
+    stages = {name: counting_stage(name, before, done) for name, before in zip(names, [None, *names[:-1]], strict=True)}
+    monkeypatch.setattr(pipeline, "STAGES", stages)
+    monkeypatch.setattr(
+        pipeline,
+        "open_run",
+        lambda recipe: Run(
+            recipe=recipe, run_dir=recipe.run_directory, target_dir=tmp_path, target_fingerprint="target"
+        ),
+    )
+    return done
+
+
+def test_the_second_run_does_nothing(tmp_path: Path, log: list[str]) -> None:
+    lines: list[str] = []
+    run_until(make_recipe(tmp_path), last="train", say=lines.append)
+    assert log == ["prepare", "extract", "train"]
+    assert lines[0] == "prepare: running"
+    lines.clear()
+    run_until(make_recipe(tmp_path), last="train", say=lines.append)
+    assert log == ["prepare", "extract", "train"]
+    assert [line.partition(",")[0] for line in lines] == ["prepare: skipped", "features: skipped", "train: skipped"]
+
+
+def test_a_command_stops_at_its_stage_and_the_next_goes_on(tmp_path: Path, log: list[str]) -> None:
+    run_until(make_recipe(tmp_path), last="prepare", say=lambda _: None)
+    assert log == ["prepare"]
+    run_until(make_recipe(tmp_path), last="train", say=lambda _: None)
+    assert log == ["prepare", "extract", "train"]
+
+
+def test_a_changed_setting_runs_everything_after_it(tmp_path: Path, log: list[str]) -> None:
+    run_until(make_recipe(tmp_path), last="train", say=lambda _: None)
+    run_until(make_recipe(tmp_path, seed=1), last="train", say=lambda _: None)
+    assert log == ["prepare", "extract", "train"] * 2
+    assert "seed: 1" in (tmp_path / "run" / "recipe.yaml").read_text()
+
+
+def test_a_missing_conversation_file_is_refused_first(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, data={"conversations": str(tmp_path / "none.jsonl")})
+    with pytest.raises(ValueError, match=r"data.conversations: no file .*data.regenerate=true"):
+        run_until(recipe, last="train", say=lambda _: None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="a launcher started 2 processes"):
+        run_until(make_recipe(tmp_path), last="train", say=lambda _: None)
+
+
+def test_regenerate_comes_first_and_replaces_the_conversations(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, data={"regenerate": True})
+    assert stage_names(recipe, last="extract") == ["regenerate", "prepare", "extract"]
+    run = Run(recipe=recipe, run_dir=tmp_path, target_dir=tmp_path, target_fingerprint="t")
+    assert run.conversations == tmp_path / "regenerate" / "conversations.jsonl.gz"
+    assert available_cores() >= 1

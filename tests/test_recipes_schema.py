@@ -1,0 +1,99 @@
+"""The recipe schema: what it refuses, field by field and across fields."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eyas.recipes.load import shipped_recipes, valid_keys
+from eyas.recipes.schema import Data, Features, Head, Recipe, Score, Target, Train
+from pydantic import BaseModel, ValidationError
+
+MINIMAL: dict[str, Any] = {"name": "tiny", "target": {"model": "org/model"}, "data": {"conversations": "chats.jsonl"}}
+
+
+def test_a_recipe_needs_only_name_target_and_data() -> None:
+    recipe = Recipe.model_validate(MINIMAL)
+    assert recipe.run_directory == Path("runs/tiny")
+    assert recipe.train.learning_rate == 1e-3
+
+
+def test_run_dir_wins_over_the_name() -> None:
+    assert Recipe.model_validate(MINIMAL | {"run_dir": "/data/x"}).run_directory == Path("/data/x")
+
+
+def test_recipes_are_frozen_and_closed() -> None:
+    recipe = Recipe.model_validate(MINIMAL)
+    with pytest.raises(ValidationError, match="frozen"):
+        recipe.seed = 1
+    with pytest.raises(ValidationError, match="extra"):
+        Recipe.model_validate(MINIMAL | {"sead": 1})
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        (Target, {"model": ""}, "at least 1 character"),
+        (Target, {"model": "hub:org/model"}, "unknown scheme"),
+        (Target, {"model": "package:"}, "no package name"),
+        (Target, {"model": "package:a", "revision": "main"}, "only hub models"),
+        (Data, {}, "conversations: missing"),
+        (Data, {"conversations": "c", "max_length": 7}, "greater than or equal to 8"),
+        (Data, {"conversations": "c", "max_length": True}, "valid integer"),
+        (Data, {"conversations": "c", "on_bad_line": "ignore"}, "'stop' or 'skip'"),
+        (Features, {"capture_layers": [3, 1]}, "ascending"),
+        (Features, {"capture_layers": []}, "at least 1 item"),
+        (Head, {"num_attention_heads": 9, "num_key_value_heads": 4}, "no multiple"),
+        (Train, {"ttt_steps": 0}, "greater than or equal to 1"),
+        (Train, {"betas": [0.9, 1.0]}, "less than 1"),
+        (Train, {"learning_rate": float("nan")}, "finite"),
+        (Train, {"threads": 0}, "greater than 0"),
+        (Score, {"draft_lengths": [3, 3]}, "distinct"),
+        (Score, {"draft_lengths": [0]}, "greater than or equal to 1"),
+        (Score, {"batch_sizes": []}, "at least 1 item"),
+        (Score, {"max_tokens": 1024}, "leaves no room"),
+        (Score, {"humaneval_requests": 165}, "164"),
+    ],
+)
+def test_bad_values_are_refused(section: type[BaseModel], values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        section.model_validate(values)
+
+
+def test_batches_must_hold_the_longest_conversation() -> None:
+    with pytest.raises(ValidationError, match=r"train.batch_tokens 1024 cannot hold"):
+        Recipe.model_validate(MINIMAL | {"data": {"conversations": "c", "max_length": 2048}})
+
+
+def test_generation_needs_a_source() -> None:
+    none = {"self_prompts": 0, "chitchat": 0, "chatterbot": 0, "evals": 0}
+    with pytest.raises(ValidationError, match="all 0"):
+        Data.model_validate({"regenerate": True, "generation": none})
+
+
+def test_numbers_in_scientific_notation_are_numbers() -> None:
+    assert Train.model_validate({"learning_rate": "2e-4", "betas": ["9e-1", 0.95]}).betas == (0.9, 0.95)
+    with pytest.raises(ValidationError):
+        Train.model_validate({"learning_rate": "fast"})
+
+
+def test_every_field_says_what_it_means() -> None:
+    def undescribed(model: type[BaseModel]) -> list[str]:
+        names = []
+        for name, field in model.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                names += undescribed(field.annotation)
+            elif not field.description:
+                names.append(f"{model.__name__}.{name}")
+        return names
+
+    assert undescribed(Recipe) == []
+
+
+@pytest.mark.parametrize("path", shipped_recipes().values(), ids=lambda path: path.stem)
+def test_shipped_recipes_write_out_every_field(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    fields = {key.rpartition(".")[2] for key in valid_keys()} - {"run_dir"}
+    assert [field for field in fields if f"{field}:" not in text] == []

@@ -1,0 +1,190 @@
+"""The training loop: it learns, keeps its trajectory, resumes to the bit, and refuses what does not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eyas.heads.files import read_json
+from eyas.heads.formats.vllm import check_head
+from eyas.train.loop import Trainer
+from eyas.train.optim import learning_rate_at
+from eyas.train.tracking import METRICS_NAME, read_metrics
+from tests import training
+
+REFERENCE = Path(__file__).parent / "references" / "trajectory.json"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> tuple[Path, Path, Path]:
+    tokens, features = training.make_inputs(tmp_path_factory.mktemp("inputs"), target=tiny_target)
+    return tiny_target, tokens, features
+
+
+@pytest.fixture(scope="module")
+def finished(inputs: tuple[Path, Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out_dir = tmp_path_factory.mktemp("finished")
+    _train(out_dir, inputs)
+    return out_dir
+
+
+def _train(out_dir: Path, inputs: tuple[Path, Path, Path], **changes: object) -> dict[str, object]:
+    target, tokens, features = inputs
+    return training.train(out_dir, target=target, tokens=tokens, features=features, **changes)
+
+
+def _curve(out_dir: Path) -> list[dict[str, float]]:
+    kept = ("step", "kl_1", "grad_norm", "heldout/tau")
+    return [{key: record[key] for key in kept if key in record} for record in read_metrics(out_dir / METRICS_NAME)]
+
+
+def test_training_lowers_the_loss_and_leaves_a_valid_head(finished: Path, inputs: tuple[Path, Path, Path]) -> None:
+    losses = [record["kl_1"] for record in _curve(finished) if "kl_1" in record]
+    assert losses[-1] < 0.7 * losses[0]
+    assert check_head(finished / "head", target_dir=inputs[0]) == []
+    heldout = read_json(finished / "heldout.json")
+    assert 1.0 <= heldout["heldout_tau"] <= 4.0
+    assert heldout["heldout_conversations"] == 4
+
+
+def test_the_trajectory_is_the_committed_one(finished: Path) -> None:
+    """A change that is meant to leave numbers alone must not move them. EYAS_WRITE_REFERENCES=1 writes them anew."""
+    curve = _curve(finished)
+    if os.environ.get("EYAS_WRITE_REFERENCES"):
+        REFERENCE.parent.mkdir(exist_ok=True)
+        REFERENCE.write_text(json.dumps(curve, indent=1) + "\n")
+    expected = read_json(REFERENCE)
+    assert [record["step"] for record in curve] == [record["step"] for record in expected]
+    for ours, reference in zip(curve, expected, strict=True):
+        # Processors sum in different orders; a real change moves the first steps by far more.
+        assert ours == pytest.approx(reference, rel=2e-3)
+
+
+def test_a_stopped_run_resumes_to_the_same_bits(
+    finished: Path, inputs: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Trainer._log
+
+    def interrupted_at_seven(self: Trainer, *arguments: object, **keywords: object) -> dict[str, str]:
+        if self.state.step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return log(self, *arguments, **keywords)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_log", interrupted_at_seven)
+        with pytest.raises(KeyboardInterrupt, match="saved at step 7"):
+            _train(tmp_path, inputs)
+    assert read_metrics(tmp_path / METRICS_NAME)[-1]["step"] == 7
+    _train(tmp_path, inputs)
+    _assert_same_run(tmp_path, finished)
+
+
+def test_a_killed_run_resumes_from_its_last_checkpoint_to_the_same_bits(
+    finished: Path, inputs: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    step = Trainer._step
+
+    def killed_at_ten(self: Trainer, *arguments: object, **keywords: object) -> object:
+        if self.state.step == 10:
+            raise Killed
+        return step(self, *arguments, **keywords)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", killed_at_ten)
+        with pytest.raises(Killed):
+            _train(tmp_path, inputs)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[-1] == "step-00000008"
+    _train(tmp_path, inputs)
+    _assert_same_run(tmp_path, finished)
+
+
+def _assert_same_run(ours: Path, reference: Path) -> None:
+    assert _curve(ours) == _curve(reference)
+    for name in ("head/model.safetensors", "heldout.json"):
+        assert (ours / name).read_bytes() == (reference / name).read_bytes()
+    a, b = (load_file(sorted((run / "checkpoints").iterdir())[-1] / "optimizer.safetensors") for run in (ours, reference))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_the_best_head_is_kept_not_the_last(finished: Path) -> None:
+    evaluations = {r["step"]: r["heldout/tau"] for r in _curve(finished) if "heldout/tau" in r}
+    state = read_json(sorted((finished / "checkpoints").iterdir())[-1] / "state.json")
+    assert state["best_tau"] == max(evaluations.values())
+    assert state["best_step"] == min(step for step, tau in evaluations.items() if tau == state["best_tau"])
+    assert [path.name for path in (finished / "heads").iterdir()] == [f"step-{state['best_step']:08d}"]
+
+
+def test_two_processes_train_one_head(inputs: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """accelerate with two CPU processes: one head, and each step is the mean over both batches."""
+    script = tmp_path / "two.py"
+    script.write_text(
+        "import sys\nfrom pathlib import Path\nfrom tests import training\n"
+        "training.train(Path(sys.argv[1]), target=Path(sys.argv[2]), tokens=Path(sys.argv[3]), "
+        "features=Path(sys.argv[4]), loop=training.shorter(training.LOOP, epochs=2))\n"
+    )
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parent.parent
+    result = subprocess.run(
+        [*command, str(script), str(run), *map(str, inputs)],
+        env={**environment, "PYTHONPATH": str(root)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    curve = [record for record in _curve(run) if "kl_1" in record]
+    assert curve[-1]["kl_1"] < curve[0]["kl_1"]
+    # Together the first step sees the first two batches of the order, which one process with both would see too.
+    single = tmp_path / "single"
+    _train(single, inputs, loop=training.shorter(training.LOOP, epochs=1, batch_tokens=240))
+    assert curve[0]["kl_1"] == pytest.approx(_curve(single)[0]["kl_1"], rel=0.2)
+    assert check_head(run / "head", target_dir=inputs[0]) == []
+
+
+def test_unjoined_processes_are_refused(
+    inputs: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="ACCELERATE_USE_CPU"):
+        _train(tmp_path, inputs)
+
+
+def test_a_head_that_cannot_start_from_the_target_is_refused(inputs: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="init_from_target=false"):
+        _train(tmp_path, inputs, intermediate_size=96)
+    counts = _train(
+        tmp_path, inputs, intermediate_size=96, init_from_target=False, loop=training.shorter(training.LOOP, epochs=1)
+    )
+    assert counts["steps"] > 0
+
+
+def test_learning_rate_rises_then_falls() -> None:
+    def rates(schedule: str) -> list[float]:
+        return [
+            learning_rate_at(step, peak=1.0, total_steps=100, warmup_steps=10, schedule=schedule)  # type: ignore[arg-type]
+            for step in range(100)
+        ]
+
+    for schedule in ("cosine", "linear"):
+        values = rates(schedule)
+        assert values[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+        assert all(a >= b for a, b in zip(values[10:], values[11:], strict=False))
+        assert 0.05 <= values[-1] < 0.07
+    assert rates("constant")[10:] == [1.0] * 90

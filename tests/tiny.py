@@ -1,0 +1,109 @@
+"""Tiny real parts for tests: a random Llama with a byte-level tokenizer and a chat template, conversations, a head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from eyas.heads.config import HeadConfig
+from eyas.heads.eagle3 import Eagle3Head
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VOCAB_SIZE = 320
+CAPTURE_LAYERS = (1, 2, 3)
+
+
+def write_target(directory: Path, *, num_layers: int = 6, seed: int = 0) -> Path:
+    """A random Llama of hidden size 64 with tokenizer and template, as a Hugging Face directory that vLLM loads too."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+        bos_token_id=0,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    write_tokenizer(directory)
+    return directory
+
+
+def write_tokenizer(directory: Path, *, chat_template: str = CHAT_TEMPLATE) -> None:
+    """Byte-level tokenizer: 256 bytes after three special tokens, no merges."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=SPECIAL[0], eos_token=SPECIAL[2], pad_token=SPECIAL[0]
+    )
+    fast.add_special_tokens({"additional_special_tokens": [SPECIAL[1]]})
+    fast.chat_template = chat_template
+    fast.save_pretrained(directory)
+
+
+def write_conversation_file(path: Path, *, train: int = 24, heldout: int = 4) -> Path:
+    """Short conversations with some structure to learn; ids and splits given."""
+    rows = []
+    for index in range(train + heldout):
+        word = "abcdefgh"[index % 8]
+        rows.append(
+            {
+                "id": f"row-{index}",
+                "split": "train" if index < train else "heldout",
+                "messages": [
+                    {"role": "user", "content": f"say {word} {index}"},
+                    {"role": "assistant", "content": f"{word}{word} " * (3 + index % 4)},
+                ],
+            }
+        )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def head_config(*, vocab_size: int = 100, draft_vocab_size: int = 40, hidden_size: int = 32) -> HeadConfig:
+    """A small head with grouped-query attention."""
+    return HeadConfig(
+        hidden_size=hidden_size,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        max_position_embeddings=256,
+        capture_layers=CAPTURE_LAYERS,
+    )
+
+
+def random_head(config: HeadConfig, *, seed: int = 0) -> Eagle3Head:
+    """A head with random weights everywhere, norms included, and a random draft vocabulary."""
+    torch.manual_seed(seed)
+    target_ids_D = torch.sort(torch.randperm(config.vocab_size)[: config.draft_vocab_size]).values
+    head = Eagle3Head(config, draft_to_target_D=target_ids_D)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 2 else 0.2))
+            if parameter.dim() == 1:
+                parameter.add_(1.0)
+    return head

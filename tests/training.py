@@ -1,0 +1,93 @@
+"""A whole tiny training run for tests: tokens, features, and the train stage's settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from eyas.train.data.prepare import prepare
+from eyas.train.features.extract import extract
+from eyas.train.loop import LoopSettings
+from eyas.train.run import run_training
+from tests import tiny
+
+LOOP = LoopSettings(
+    epochs=3,
+    batch_tokens=120,
+    ttt_steps=3,
+    ttt_warmup_share=0.3,
+    step_decay=0.8,
+    learning_rate=3e-3,
+    warmup_share=0.1,
+    schedule="cosine",
+    max_grad_norm=1.0,
+    evaluate_every=5,
+    checkpoint_every=4,
+    log_every=1,
+    chain_length=3,
+    seed=0,
+)
+
+
+def make_inputs(directory: Path, *, target: Path) -> tuple[Path, Path]:
+    """Tokens and features of a small conversation file: (tokens_dir, features_dir)."""
+    tokens, features = directory / "prepare", directory / "features"
+    tokens.mkdir(parents=True)
+    prepare(
+        tokens,
+        target_dir=target,
+        conversations=tiny.write_conversation_file(directory / "c.jsonl"),
+        max_length=64,
+        max_train_tokens=None,
+        on_bad_line="stop",
+        trust_remote_code=False,
+        seed=0,
+    )
+    extract(
+        features,
+        tokens_dir=tokens,
+        target_dir=target,
+        capture_layers=tiny.CAPTURE_LAYERS,
+        dtype="float32",
+        batch_tokens=512,
+        threads=None,
+        trust_remote_code=False,
+    )
+    return tokens, features
+
+
+def train(
+    out_dir: Path, *, target: Path, tokens: Path, features: Path, loop: LoopSettings = LOOP, **changes: Any
+) -> dict[str, Any]:
+    """Run the train stage in this process in float32."""
+    arguments: dict[str, Any] = {
+        "draft_vocab_size": 128,
+        "intermediate_size": None,
+        "num_attention_heads": None,
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "init_from_target": True,
+        "weight_decay": 0.01,
+        "betas": (0.9, 0.95),
+        "precision": "no",
+        "evaluate_conversations": 4,
+        "threads": None,
+        "tracker": "none",
+        "run_name": "test",
+        "trust_remote_code": False,
+    }
+    out_dir.mkdir(parents=True, exist_ok=True)
+    return run_training(
+        out_dir,
+        features_dir=features,
+        tokens_dir=tokens,
+        target_dir=target,
+        loop=loop,
+        **(arguments | changes),
+    )
+
+
+def shorter(loop: LoopSettings, **changes: Any) -> LoopSettings:
+    """`loop` with some settings changed."""
+    return replace(loop, **changes)

@@ -1,0 +1,77 @@
+"""From documents to training batches: which documents go together, in which order, and which of their slots count.
+
+The order is a pure function of (seed, epoch), so a run resumes at a batch number without replaying anything. Each
+process takes every world-size-th batch, and the last incomplete round is dropped, so that all processes take the same
+number of steps.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eyas.heads.slots import serving_slots
+from eyas.train.features.store import Document
+
+
+@dataclass(frozen=True)
+class TrainingDocument:
+    """A document as the objective reads it: drafting tokens, features, and the slots of each step.
+
+    Tokens run over slots 0..T-1 plus one, since slot t reads the embedding of token t+1. `slots[i]` are the slots that
+    the server drafts from at step i.
+    """
+
+    next_ids_T: Tensor
+    captured_TX: Tensor
+    last_TH: Tensor
+    slots: list[Tensor]
+
+
+def training_document(document: Document, *, num_steps: int, device: torch.device) -> TrainingDocument:
+    """Cut a stored document to what `num_steps` steps of training need, on `device`."""
+    slots = serving_slots(document.answer_mask_T, num_steps=num_steps)
+    # Features behind the last trained slot are read by nothing but its targets.
+    return TrainingDocument(
+        next_ids_T=document.token_ids_T[1:].to(device),
+        captured_TX=document.captured_TX[:-1].to(device),
+        last_TH=document.last_TH.to(device),
+        slots=[slots_S.to(device) for slots_S in slots],
+    )
+
+
+def epoch_batches(
+    lengths: Sequence[int],
+    *,
+    batch_tokens: int,
+    seed: int,
+    epoch: int,
+    rank: int,
+    world_size: int,
+) -> list[list[int]]:
+    """Document indices of each batch of one process in one epoch.
+
+    Documents are shuffled and then filled into batches in that order, up to `batch_tokens` tokens; a longer document is
+    a batch of its own. There is no padding: documents are handled end to end.
+    """
+    order = list(range(len(lengths)))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    batches: list[list[int]] = []
+    filled = batch_tokens + 1
+    for index in order:
+        if filled + lengths[index] > batch_tokens:
+            batches.append([])
+            filled = 0
+        batches[-1].append(index)
+        filled += lengths[index]
+    rounds = len(batches) // world_size
+    if rounds == 0:
+        raise ValueError(
+            f"{len(batches)} batches of train.batch_tokens={batch_tokens} are not enough for {world_size} processes; "
+            "use fewer processes, smaller batches or more data"
+        )
+    return batches[rank : rounds * world_size : world_size]

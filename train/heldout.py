@@ -1,0 +1,67 @@
+"""Held-out tau: what the served acceptance will be, computed from features without an engine.
+
+Drafts are made from every slot that a server could draft from and the greedy answer is walked as the server walks it
+(heads/drafting.py). A miss ends a chain, and a target token outside the draft vocabulary is a miss. The estimate is
+exact for greedy answers; on sampled ones it is the acceptance of argmax drafts at those answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from eyas.heads.drafting import ChainStatistics, chain_statistics, draft_from_slots, simulate_chains
+from eyas.heads.eagle3 import Eagle3Head
+from eyas.heads.slots import contiguous_runs, serving_slots
+from eyas.train.features.store import Document
+
+
+def heldout_statistics(
+    head: Eagle3Head,
+    documents: Iterable[Document],
+    *,
+    embedding_VH: Tensor,
+    num_tokens: int,
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> ChainStatistics:
+    """Chain acceptance over `documents` with `num_tokens` drafted tokens a step.
+
+    Args:
+        embedding_VH: the target's embedding on `device`, float32.
+        autocast: dtype of matrix products, or None for float32 throughout.
+    """
+    accepted: list[int] = []
+    with torch.autocast(device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        for document in documents:
+            accepted += _document_chains(
+                head, document, embedding_VH=embedding_VH, num_tokens=num_tokens, device=device
+            )
+    return chain_statistics(accepted, num_tokens=num_tokens)
+
+
+def _document_chains(
+    head: Eagle3Head, document: Document, *, embedding_VH: Tensor, num_tokens: int, device: torch.device
+) -> list[int]:
+    slots_S = serving_slots(document.answer_mask_T, num_steps=1)[0]
+    if slots_S.numel() == 0:
+        return []
+    draft_SK = draft_from_slots(
+        head,
+        embedding_VH=embedding_VH,
+        token_ids_T=document.token_ids_T.to(device),
+        captured_TX=document.captured_TX.to(device, torch.float32),
+        slots_S=slots_S.to(device),
+        num_tokens=num_tokens,
+    ).cpu()
+    accepted: list[int] = []
+    begin = 0
+    for run_S in contiguous_runs(slots_S):
+        end = begin + run_S.shape[0]
+        # The answer ends two tokens after its last slot; what follows is the next prompt, which nobody drafts.
+        truth_T = document.token_ids_T[: int(run_S[-1]) + 3]
+        accepted += simulate_chains(draft_SK[begin:end], truth_T=truth_T, slots_S=run_S)
+        begin = end
+    return accepted
