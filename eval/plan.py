@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from eyas.eval.records import AR
 from eyas.eval.workload import Request
 from eyas.heads.files import read_json
 
@@ -29,19 +30,23 @@ class StartPlan:
     Arms of a comparison differ in `arm`, `start` and `speculative_config` only.
     """
 
-    arm: str
-    start: int
     target_dir: str
     trust_remote_code: bool
     dtype: str
     max_model_len: int
-    max_num_seqs: int
     seed: int
     enforce_eager: bool
-    speculative_config: dict[str, Any] | None
     stop_token_ids: list[int]
     warmup: list[int]
     cells: list[CellPlan]
+    arm: str = AR
+    start: int = 0
+    speculative_config: dict[str, Any] | None = None
+
+    @property
+    def max_num_seqs(self) -> int:
+        """What the engine is told to serve at once: the largest batch size of the cells."""
+        return max(cell.batch_size for cell in self.cells)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,4 +1,8 @@
-"""The score stage: measure a head against plain decoding in real vLLM, check it, judge it, write the report."""
+"""The score stage: measure a head against plain decoding in real vLLM, check it, judge it, write the report.
+
+What it leaves: context.json (what is measured) and protocol.json (how), starts/ and fidelity/ (raw records, plans, logs),
+fidelity.json, and the report: results.json, report.md, report.html.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +56,8 @@ def score(
 ) -> dict[str, int]:
     """Measure the head in `head_dir` against plain decoding of `target_dir`; returns counts.
 
-    Writes into `out_dir`: context.json, protocol.json, starts/, fidelity/, fidelity.json, results.json, report.md and
-    report.html. Starts that are already complete there are kept, so a killed run continues.
-
-    Args:
-        predict: offline acceptance along a served path (see `fidelity.Predict`).
-        context: identity of what is measured (names, hashes, data, training metrics); stored as it is.
+    Complete starts in `out_dir` are kept, so a killed run continues. `predict` computes acceptance offline along a
+    served answer (`fidelity.Predict`); `context` says what is measured and is stored as it is.
 
     Raises:
         ValueError: vLLM or a data package is missing, the prompts do not suffice, or all starts of one side failed.
@@ -72,40 +72,28 @@ def score(
         humaneval_requests=humaneval_requests,
         max_prompt_tokens=max_model_len - max(max_tokens, fidelity_max_tokens) - max(draft_lengths) - 1,
     )
-    cells = [
-        CellPlan(dataset, size, temperature, max_tokens, seed, requests)
-        for dataset, size, requests in prompts.cells(wanted)
-    ]
     plan = StartPlan(
-        arm=AR,
-        start=0,
         target_dir=str(target_dir),
         trust_remote_code=trust_remote_code,
         dtype=dtype,
         max_model_len=max_model_len,
-        max_num_seqs=max(cell.batch_size for cell in cells),
         seed=seed,
         enforce_eager=enforce_eager,
-        speculative_config=None,
         stop_token_ids=chat.stop_token_ids,
         warmup=prompts.warmup,
-        cells=cells,
+        cells=prompts.cells(wanted, temperature=temperature, max_tokens=max_tokens, seed=seed),
     )
     arms = plan_arms(head_dir, method=method, draft_lengths=draft_lengths)
     order = order_of_starts(arms, starts_per_arm=starts_per_arm)
     launcher = Launcher(engine_environment(threads=threads, kv_cache_gib=kv_cache_gib), timeout_s)
-
-    write_json(out_dir / "context.json", context)
     protocol = describe_protocol(plan, order, prompts, wanted=[*wanted.values(), humaneval_requests])
     limits = {"threads": threads, "kv_cache_gib": kv_cache_gib, "timeout_s": timeout_s}
     write_json(out_dir / "protocol.json", protocol | limits)
+    write_json(out_dir / "context.json", context)
     finished = run_grid(out_dir / "starts", plan=plan, order=order, launcher=launcher)
-
-    checked = prompts.measured[:fidelity_requests]
-    check = CellPlan("heldout", len(checked), 0.0, fidelity_max_tokens, seed, checked)
-    fidelity_plan = replace(plan, dtype=fidelity_dtype, max_num_seqs=len(checked), cells=[check])
     fidelity = Fidelity(out_dir / "fidelity", max(arms, key=lambda arm: arm.draft_length), launcher, predict)
-    write_json(out_dir / "fidelity.json", fidelity.run(fidelity_plan))
+    check = CellPlan("heldout", fidelity_requests, 0.0, fidelity_max_tokens, seed, prompts.measured[:fidelity_requests])
+    write_json(out_dir / "fidelity.json", fidelity.run(replace(plan, dtype=fidelity_dtype, cells=[check])))
     return {"starts": finished, **_counts(build_report(out_dir))}
 
 
@@ -133,12 +121,12 @@ class Prompts:
     def warmup(self) -> list[int]:
         return self.heldout.requests[-1].token_ids
 
-    def cells(self, wanted: dict[int, int]) -> list[tuple[str, int, list[Request]]]:
-        """(dataset, batch size, requests): the first `wanted[batch size]` held-out prompts, and HumanEval once."""
-        cells = [("heldout", size, self.measured[:count]) for size, count in wanted.items()]
+    def cells(self, wanted: dict[int, int], *, temperature: float, max_tokens: int, seed: int) -> list[CellPlan]:
+        """A cell per batch size on the first `wanted[batch size]` held-out prompts, and one of HumanEval."""
+        chosen = [("heldout", size, self.measured[:count]) for size, count in wanted.items()]
         if self.humaneval.requests:
-            cells.append(("humaneval", HUMANEVAL_BATCH_SIZE, self.humaneval.requests))
-        return cells
+            chosen.append(("humaneval", HUMANEVAL_BATCH_SIZE, self.humaneval.requests))
+        return [CellPlan(name, size, temperature, max_tokens, seed, requests) for name, size, requests in chosen]
 
 
 def load_prompts(
@@ -221,5 +209,5 @@ class Fidelity:
         parity = check_parity(
             drafted.requests, prompts=prompts, draft_length=self.arm.draft_length, predict=self.predict
         )
-        settings = {"dtype": plan.dtype, "batch_size": plain.batch_size, "max_tokens": plain.max_tokens}
+        settings = {"dtype": plan.dtype, "batch_size": len(plain.requests), "max_tokens": plain.max_tokens}
         return {"status": "done", "arm": self.arm.name, **settings, "lossless": lossless, "parity": parity}

@@ -39,7 +39,11 @@ def run_until(recipe: Recipe, *, last: str, say: Say) -> Run:
 def _run_one(stage: Stage, *, run_dir: Path, say: Say) -> None:
     status = stage_status(stage, run_dir=run_dir)
     if status != "complete":
-        verb = {"partial": "continuing", "stale": "running again (settings, inputs or files changed)", "missing": "running"}
+        verb = {
+            "partial": "continuing",
+            "stale": "running again (settings, inputs or files changed)",
+            "missing": "running",
+        }
         say(f"{stage.name}: {verb[status]}")
     start = time.monotonic()
     if run_stage(stage, run_dir=run_dir):

@@ -219,7 +219,7 @@ def score_stage(run: Run) -> Stage:
 
     def body(out_dir: Path) -> dict[str, Any]:
         from eyas.eval.score import score
-        from eyas.heads.drafting import acceptance_predictor
+        from eyas.heads.prediction import acceptance_predictor
 
         return score(
             out_dir,
@@ -251,6 +251,7 @@ def score_stage(run: Run) -> Stage:
                 target_dir=run.target_dir,
                 draft_length=score_settings.draft_lengths[0],
                 dtype=score_settings.fidelity_dtype,
+                trust_remote_code=run.recipe.target.trust_remote_code,
             ),
             context=score_context(run),
         )

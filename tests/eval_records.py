@@ -134,8 +134,8 @@ def write_session(score_dir: Path) -> None:
 
 
 def _context() -> dict[str, Any]:
-    metrics = [{"step": step, "loss": 3 / (1 + step / 50)} for step in range(0, 200, 10)]
-    metrics += [{"step": step, "heldout_tau": 1.2 + step / 400} for step in range(0, 200, 50)]
+    metrics = [{"step": step, "kl_1": 3 / (1 + step / 50)} for step in range(0, 200, 10)]
+    metrics += [{"step": step, "heldout/tau": 1.2 + step / 400} for step in range(0, 200, 50)]
     return {
         "name": "fabricated",
         "target": {"model": "a target", "sha256": "ab" * 32},

@@ -79,16 +79,12 @@ def make_plan(target_dir: Path) -> StartPlan:
     prompts = [[generator.randrange(3, tiny.VOCAB_SIZE) for _ in range(6 + index)] for index in range(5)]
     requests = [Request("heldout", f"p{index}", prompt) for index, prompt in enumerate(prompts)]
     return StartPlan(
-        arm="ar",
-        start=0,
         target_dir=str(target_dir),
         trust_remote_code=False,
         dtype="float32",
         max_model_len=128,
-        max_num_seqs=4,
         seed=0,
         enforce_eager=True,
-        speculative_config=None,
         stop_token_ids=[2],
         warmup=[5, 6, 7],
         cells=[CellPlan("heldout", size, 0.0, MAX_TOKENS, 0, requests) for size in (1, 4)],

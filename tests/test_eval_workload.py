@@ -103,7 +103,8 @@ def test_the_warmup_prompt_is_not_measured(tmp_path: Path) -> None:
     prompts = load_prompts(CHAT, heldout_path=path, **limits)
     assert [each.prompt_id for each in prompts.measured] == ["0", "1"]
     assert "".join(map(chr, prompts.warmup)) == "u:q2|"
-    assert prompts.cells({1: 1, 4: 8}) == [("heldout", 1, prompts.measured[:1]), ("heldout", 4, prompts.measured)]
+    cells = prompts.cells({1: 1, 4: 8}, temperature=0.0, max_tokens=8, seed=0)
+    assert [(each.batch_size, len(each.requests)) for each in cells] == [(1, 1), (4, 2)]
     write(path, [conversation("0", "q0", "x")])
     with pytest.raises(ValueError, match="at least 2 held-out prompts"):
         load_prompts(CHAT, heldout_path=path, **limits)

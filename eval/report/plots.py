@@ -16,6 +16,9 @@ from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 COLOURS = ("#1b6ca8", "#c8553d", "#3a7d44", "#7b4fa3", "#8a6d1f")
 GREY = "#666666"
+# Names in the training stage's metrics.jsonl (KL of the first TTT step), and plain names for heads trained elsewhere.
+LOSS_KEYS = ("kl_1", "loss")
+TAU_KEYS = ("heldout/tau", "heldout_tau")
 
 
 def speedup_figure(results: dict[str, Any]) -> Figure:
@@ -109,21 +112,25 @@ def acceptance_figure(results: dict[str, Any]) -> Figure:
 def training_figure(results: dict[str, Any]) -> Figure | None:
     """Training loss and held-out tau over steps, or None when the context brings no metrics."""
     metrics = (results["context"].get("training") or {}).get("metrics", [])
-    losses = [(row["step"], row["loss"]) for row in metrics if row.get("loss") is not None]
-    taus = [(row["step"], row["heldout_tau"]) for row in metrics if row.get("heldout_tau") is not None]
+    losses, taus = _series(metrics, LOSS_KEYS), _series(metrics, TAU_KEYS)
     if not losses and not taus:
         return None
 
     def draw(axes: Axes) -> None:
         axes.plot([step for step, _ in losses], [loss for _, loss in losses], color=COLOURS[0], linewidth=1)
         axes.set_xlabel("optimiser step")
-        axes.set_ylabel("training loss", color=COLOURS[0])
+        axes.set_ylabel("training loss (nats)", color=COLOURS[0])
         right = axes.twinx()
         right.plot([step for step, _ in taus], [tau for _, tau in taus], marker="o", color=COLOURS[1])
         right.set_ylabel("held-out tau", color=COLOURS[1])
         right.spines["top"].set_visible(False)
 
     return Figure(_svg(draw, salt="training"), "Training: loss (left axis) and held-out prefix-joint tau (right axis).")
+
+
+def _series(metrics: list[dict[str, Any]], keys: tuple[str, ...]) -> list[tuple[int, float]]:
+    """(step, value) of the records that hold one of `keys`."""
+    return [(row["step"], row[key]) for row in metrics for key in keys if row.get(key) is not None]
 
 
 def _head_arms(results: dict[str, Any]) -> list[str]:
