@@ -45,7 +45,7 @@ class Launcher:
         plan_path = stem.with_suffix(".plan.json")
         if result.is_file() and plan_path.is_file() and read_json(plan_path) == plan.to_json():
             return True
-        for stale in (result, failure):
+        for stale in (result, result.with_suffix(".json"), failure):
             stale.unlink(missing_ok=True)
         write_json(plan_path, plan.to_json())
         try:

@@ -130,7 +130,7 @@ def train_stage(run: Run) -> Stage:
     features_dir, tokens_dir = run.directory("extract"), run.directory("prepare")
 
     def body(out_dir: Path) -> dict[str, Any]:
-        from eyas.train.run import run_training
+        from eyas.train.run import HeadSizes, run_training
 
         parameters = head_parameters(
             head, target=read_target_shape(run.target_dir), captured=num_captured(recipe.features)
@@ -141,11 +141,13 @@ def train_stage(run: Run) -> Stage:
             features_dir=features_dir,
             tokens_dir=tokens_dir,
             target_dir=run.target_dir,
-            draft_vocab_size=head.draft_vocab_size,
-            intermediate_size=head.intermediate_size,
-            num_attention_heads=head.num_attention_heads,
-            num_key_value_heads=head.num_key_value_heads,
-            head_dim=head.head_dim,
+            sizes=HeadSizes(
+                draft_vocab_size=head.draft_vocab_size,
+                intermediate_size=head.intermediate_size,
+                num_attention_heads=head.num_attention_heads,
+                num_key_value_heads=head.num_key_value_heads,
+                head_dim=head.head_dim,
+            ),
             init_from_target=head.init_from_target,
             loop=loop_settings(train, seed=recipe.seed),
             weight_decay=train.weight_decay,

@@ -168,9 +168,13 @@ def test_unjoined_processes_are_refused(
 
 def test_a_head_that_cannot_start_from_the_target_is_refused(inputs: tuple[Path, Path, Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="init_from_target=false"):
-        _train(tmp_path, inputs, intermediate_size=96)
+        _train(tmp_path, inputs, sizes=training.sizes(intermediate_size=96))
     counts = _train(
-        tmp_path, inputs, intermediate_size=96, init_from_target=False, loop=training.shorter(training.LOOP, epochs=1)
+        tmp_path,
+        inputs,
+        sizes=training.sizes(intermediate_size=96),
+        init_from_target=False,
+        loop=training.shorter(training.LOOP, epochs=1),
     )
     assert counts["steps"] > 0
 

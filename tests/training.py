@@ -9,7 +9,7 @@ from typing import Any
 from eyas.train.data.prepare import prepare
 from eyas.train.features.extract import extract
 from eyas.train.loop import LoopSettings
-from eyas.train.run import run_training
+from eyas.train.run import HeadSizes, run_training
 from tests import tiny
 
 LOOP = LoopSettings(
@@ -62,11 +62,7 @@ def train(
 ) -> dict[str, Any]:
     """Run the train stage in this process in float32."""
     arguments: dict[str, Any] = {
-        "draft_vocab_size": 128,
-        "intermediate_size": None,
-        "num_attention_heads": None,
-        "num_key_value_heads": None,
-        "head_dim": None,
+        "sizes": sizes(),
         "init_from_target": True,
         "weight_decay": 0.01,
         "betas": (0.9, 0.95),
@@ -85,6 +81,17 @@ def train(
         target_dir=target,
         loop=loop,
         **(arguments | changes),
+    )
+
+
+def sizes(*, intermediate_size: int | None = None) -> HeadSizes:
+    """A draft vocabulary of 128 tokens, and the target's sizes unless one is given."""
+    return HeadSizes(
+        draft_vocab_size=128,
+        intermediate_size=intermediate_size,
+        num_attention_heads=None,
+        num_key_value_heads=None,
+        head_dim=None,
     )
 
 

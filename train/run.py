@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 
 from eyas.heads.config import head_config_for_target, load_target_config
 from eyas.heads.files import read_json, write_json
@@ -19,7 +19,7 @@ from eyas.heads.target import load_target_pieces
 from eyas.heads.target_source import target_fingerprint
 from eyas.heads.vocab import choose_draft_vocabulary, coverage
 from eyas.train.checkpoint import TrainingState, head_directory
-from eyas.train.features.store import FeatureStore, check_identity
+from eyas.train.features.store import FeatureStore, StoreIdentity, check_identity
 from eyas.train.heldout import heldout_statistics
 from eyas.train.loop import HeadObjective, LoopSettings, Trainer
 from eyas.train.optim import adamw
@@ -28,17 +28,24 @@ from eyas.train.tracking import NoTracker, Tracker, Wandb
 HEAD_DIRECTORY = "head"
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadSizes:
+    """Sizes of the draft head; None is the target's own."""
+
+    draft_vocab_size: int
+    intermediate_size: int | None
+    num_attention_heads: int | None
+    num_key_value_heads: int | None
+    head_dim: int | None
+
+
 def run_training(
     out_dir: Path,
     *,
     features_dir: Path,
     tokens_dir: Path,
     target_dir: Path,
-    draft_vocab_size: int,
-    intermediate_size: int | None,
-    num_attention_heads: int | None,
-    num_key_value_heads: int | None,
-    head_dim: int | None,
+    sizes: HeadSizes,
     init_from_target: bool,
     loop: LoopSettings,
     weight_decay: float,
@@ -64,38 +71,20 @@ def run_training(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    set_seed(loop.seed)
     accelerator = Accelerator(mixed_precision=precision)
     _check_launch(accelerator)
     identity = check_identity(features_dir, target_fingerprint=target_fingerprint(target_dir))
     store, heldout = (FeatureStore(features_dir, split=split) for split in ("train", "heldout"))
-    target_config = load_target_config(target_dir, trust_remote_code=trust_remote_code)
-    counts_V = store.answer_token_counts(vocab_size=target_config.vocab_size)
-    draft_to_target_D = choose_draft_vocabulary(
-        counts_V, size=draft_vocab_size, always=read_json(tokens_dir / "stop_tokens.json")
-    )
-    pieces = load_target_pieces(target_dir)
-    head = new_head(
-        head_config_for_target(
-            target_config,
-            draft_vocab_size=draft_vocab_size,
-            capture_layers=tuple(identity.capture_layers),
-            intermediate_size=intermediate_size,
-            num_attention_heads=num_attention_heads,
-            num_key_value_heads=num_key_value_heads,
-            head_dim=head_dim,
-        ),
-        draft_to_target_D=draft_to_target_D,
-        pieces=pieces,
+    objective = _objective(
+        store,
+        identity=identity,
         target_dir=target_dir,
-        num_target_layers=identity.num_target_layers,
-        from_target=init_from_target,
+        target_config=load_target_config(target_dir, trust_remote_code=trust_remote_code),
+        stop_token_ids=read_json(tokens_dir / "stop_tokens.json"),
+        sizes=sizes,
+        init_from_target=init_from_target,
+        teacher_dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
         seed=loop.seed,
-    )
-    objective = HeadObjective(
-        head,
-        embedding_VH=pieces.embedding_VH.float(),
-        teacher_readout_DH=pieces.readout_VH[draft_to_target_D].to(torch.bfloat16 if precision == "bf16" else torch.float32),
     )
     trainer = Trainer(
         accelerator=accelerator,
@@ -108,14 +97,52 @@ def run_training(
         tracker=_tracker(tracker, out_dir=out_dir, name=run_name, settings=vars(loop), main=accelerator.is_main_process),
     )
     state = trainer.train()
-    coverage_heldout = coverage(
-        heldout.answer_token_counts(vocab_size=target_config.vocab_size), draft_to_target_D=draft_to_target_D
-    )
-    counts = {"steps": state.step, "best_step": state.best_step, "draft_coverage_heldout": round(coverage_heldout, 4)}
+    counts: dict[str, Any] = {"steps": state.step, "best_step": state.best_step}
     if accelerator.is_main_process:
         counts |= _finish(out_dir, state=state, heldout=heldout, objective=objective, chain_length=loop.chain_length)
     accelerator.wait_for_everyone()
     return counts
+
+
+def _objective(
+    store: FeatureStore,
+    *,
+    identity: StoreIdentity,
+    target_dir: Path,
+    target_config: Any,
+    stop_token_ids: list[int],
+    sizes: HeadSizes,
+    init_from_target: bool,
+    teacher_dtype: torch.dtype,
+    seed: int,
+) -> HeadObjective:
+    """A fresh head over the draft vocabulary of the training answers, with the target's frozen pieces beside it."""
+    counts_V = store.answer_token_counts(vocab_size=target_config.vocab_size)
+    draft_to_target_D = choose_draft_vocabulary(counts_V, size=sizes.draft_vocab_size, always=stop_token_ids)
+    pieces = load_target_pieces(target_dir)
+    config = head_config_for_target(
+        target_config,
+        draft_vocab_size=sizes.draft_vocab_size,
+        capture_layers=tuple(identity.capture_layers),
+        intermediate_size=sizes.intermediate_size,
+        num_attention_heads=sizes.num_attention_heads,
+        num_key_value_heads=sizes.num_key_value_heads,
+        head_dim=sizes.head_dim,
+    )
+    head = new_head(
+        config,
+        draft_to_target_D=draft_to_target_D,
+        pieces=pieces,
+        target_dir=target_dir,
+        num_target_layers=identity.num_target_layers,
+        from_target=init_from_target,
+        seed=seed,
+    )
+    return HeadObjective(
+        head,
+        embedding_VH=pieces.embedding_VH.float(),
+        teacher_readout_DH=pieces.readout_VH[draft_to_target_D].to(teacher_dtype),
+    )
 
 
 def _finish(
@@ -134,7 +161,9 @@ def _finish(
         device=device,
         autocast=None,
     )
+    answers_V = heldout.answer_token_counts(vocab_size=objective.head.config.vocab_size)
     result = {
+        "draft_coverage_heldout": round(coverage(answers_V, draft_to_target_D=objective.head.draft_to_target_D.cpu()), 4),
         "heldout_tau": statistics.tau,
         "heldout_marginal": list(statistics.marginal),
         "heldout_drafts": statistics.num_drafts,

@@ -109,8 +109,8 @@ def _acceptance(results: dict[str, Any]) -> Section:
 
 def _best_k(results: dict[str, Any]) -> Section:
     words = (
-        "The measured arm with the highest throughput in each cell; k = 0 is plain decoding. Other values of k were "
-        "not run."
+        "The measured arm with the highest throughput in each cell, by the point estimate; k = 0 is plain decoding. Where "
+        "the interval above includes 1 the choice is within the noise. Other values of k were not run."
     )
     return Section("Best draft length", [words], [tables.best_k_table(results)])
 
