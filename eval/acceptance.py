@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
 from eyas.eval.records import RequestRecord
 
 LOOP_NGRAM = 8

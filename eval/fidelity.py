@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
 from eyas.eval.acceptance import marginal_rates, tau_step_weighted
 from eyas.eval.records import RequestRecord
-from numpy.typing import NDArray
 
 TIE_GAP = 1e-3
 """Largest gap of two float32 logits that counts as a tie.

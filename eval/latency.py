@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+
 from eyas.eval.records import CellRecord, RequestRecord
 
 TPOT_FORMULA = "TPOT = (E2E - TTFT) / (n_out - 1), per request with n_out > 1"

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
+
 from eyas.eval.latency import throughput, total_latency
 from eyas.eval.records import CellRecord
-from numpy.typing import NDArray
 
 DRAWS = 2000
 LEVEL = 0.95

@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from eyas.heads.attention import chain_attention
 from eyas.heads.eagle3 import Eagle3Head
-from torch import Tensor
 
 
 @torch.inference_mode()
@@ -91,15 +92,15 @@ def draft_one_chain(
     """Reference for one slot: the cache is filled token by token, and every step attends to all of it."""
     keys: list[Tensor] = []
     values: list[Tensor] = []
-    feature_1H = captured_TX.new_zeros(())
-    for position in range(slot + 1):
-        feature_1H = head.fuse(captured_TX[position : position + 1])
-        token = int(token_ids_T[position + 1])
-        output_1H = _cached_step(head, embedding_VH[token][None], feature_1H, position, keys, values)
-    drafts = [int(head.target_ids(head.logits(output_1H).argmax(dim=-1)))]
-    for step in range(1, num_tokens):
-        output_1H = _cached_step(head, embedding_VH[drafts[-1]][None], output_1H, slot + step, keys, values)
-        drafts.append(int(head.target_ids(head.logits(output_1H).argmax(dim=-1))))
+    drafts: list[int] = []
+    feature_1H = captured_TX.new_empty(0)
+    for position in range(slot + num_tokens):
+        token = int(token_ids_T[position + 1]) if position <= slot else drafts[-1]
+        if position <= slot:
+            feature_1H = head.fuse(captured_TX[position : position + 1])
+        feature_1H = _cached_step(head, embedding_VH[token][None], feature_1H, position, keys, values)
+        if position >= slot:
+            drafts.append(int(head.target_ids(head.logits(feature_1H).argmax(dim=-1))))
     return drafts
 
 

@@ -12,11 +12,12 @@ Shapes: T slots, A captured layers, H hidden, N query heads, M key-value heads, 
 from __future__ import annotations
 
 import torch
-from eyas.heads.config import HeadConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from eyas.heads.config import HeadConfig
 
 
 class RMSNorm(nn.Module):

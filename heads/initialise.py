@@ -13,10 +13,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
 from eyas.heads.config import HeadConfig
 from eyas.heads.eagle3 import Eagle3Head
 from eyas.heads.target import LAYER_SUFFIXES, TargetPieces, TargetWeights
-from torch import Tensor
 
 RANDOM_STD = 0.02
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from eyas.heads.files import read_json
 from safetensors import safe_open
 from torch import Tensor, nn
+
+from eyas.heads.files import read_json
 
 LAYER_SUFFIXES = (
     "self_attn.q_proj.weight",

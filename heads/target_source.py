@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from eyas.heads.files import fingerprint_directory, sync_directory
 
@@ -126,7 +127,7 @@ def _dequantise(gguf: Path, *, destination: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # The weights are plain fp32 now; transformers still refuses to save a model that it loaded quantised.
     model.hf_quantizer = None
     model.is_quantized = False

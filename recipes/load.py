@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from eyas.recipes.schema import Recipe, Section
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+
+from eyas.recipes.schema import Recipe, Section
 
 BUILTIN_SCHEME = "builtin:"
 

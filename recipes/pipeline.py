@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from eyas.heads.files import write_json, write_text
+from eyas.recipes.distributed import launched_processes, train_in_processes
 from eyas.recipes.load import dump_recipe, resolve_builtin
 from eyas.recipes.run import Run, open_run, stage_names
 from eyas.recipes.schema import Recipe
@@ -23,7 +23,8 @@ def run_until(recipe: Recipe, *, last: str, say: Say) -> Run:
     Raises:
         ValueError: bad input of any stage, or another process at work in the run directory.
     """
-    _require_one_process()
+    if launched_processes() > 1:
+        return _train_in_processes(recipe, last=last, say=say)
     _require_conversations(recipe)
     run = open_run(recipe)  # before the lock, so that a target that does not exist leaves no run directory
     with run_lock(run.run_dir):
@@ -34,6 +35,17 @@ def run_until(recipe: Recipe, *, last: str, say: Say) -> Run:
         for name in stage_names(recipe, last=last):
             _run_one(STAGES[name](run), run_dir=run.run_dir, say=say)
     return run
+
+
+def _train_in_processes(recipe: Recipe, *, last: str, say: Say) -> Run:
+    """The train stage under a launcher; every other stage would be run by each process, in the same directory."""
+    if last != "train":
+        raise ValueError(
+            f"a launcher started {launched_processes()} processes, and only training runs in several; run this command "
+            "without accelerate launch or torchrun"
+        )
+    train_in_processes(recipe, say=say)
+    return open_run(recipe)
 
 
 def _run_one(stage: Stage, *, run_dir: Path, say: Say) -> None:
@@ -61,14 +73,4 @@ def _require_conversations(recipe: Recipe) -> None:
         raise ValueError(
             f"data.conversations: no file {path}; name a .jsonl or .jsonl.gz file, "
             "or set data.regenerate=true to let the target write one"
-        )
-
-
-def _require_one_process() -> None:
-    """Refuse a launcher's copies of this command: each would run every stage, in the same directory."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes > 1:
-        raise ValueError(
-            f"a launcher started {processes} processes, and this version trains in one; "
-            "run `eyas train` without accelerate launch or torchrun"
         )

@@ -98,6 +98,11 @@ def run_stage(stage: Stage, *, run_dir: Path) -> bool:
     return True
 
 
+def partial_directory(stage: Stage, *, run_dir: Path) -> Path:
+    """Where the unfinished files of `stage` lie."""
+    return _partial(run_dir / stage.name)
+
+
 def read_manifest(directory: Path) -> dict[str, Any]:
     """Manifest of a complete stage directory."""
     return read_json(directory / MANIFEST)

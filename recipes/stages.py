@@ -203,6 +203,7 @@ def export_stage(run: Run) -> Stage:
 
     def body(out_dir: Path) -> dict[str, Any]:
         import torch
+
         from eyas.heads.formats.vllm import export_head
 
         served = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[dtype]
@@ -251,7 +252,7 @@ def score_stage(run: Run) -> Stage:
             predict=acceptance_predictor(
                 head_dir,
                 target_dir=run.target_dir,
-                draft_length=score_settings.draft_lengths[0],
+                draft_length=max(score_settings.draft_lengths),
                 dtype=score_settings.fidelity_dtype,
                 trust_remote_code=run.recipe.target.trust_remote_code,
             ),
@@ -279,8 +280,12 @@ STAGES: dict[str, Callable[[Run], Stage]] = {
 
 def score_context(run: Run) -> dict[str, Any]:
     """What a report tells about where the head comes from: the recipe, and each earlier stage's counts and seconds."""
+    from eyas.train.tracking import METRICS_NAME, read_metrics
+
     manifests = {name: read_manifest(run.directory(name)) for name in stage_names(run.recipe, last="export")}
     return {
+        "name": run.recipe.name,
+        "training": {"metrics": read_metrics(run.directory("train") / METRICS_NAME)},
         "recipe": run.recipe.model_dump(mode="json"),
         "target": {"directory": str(run.target_dir), "fingerprint": run.target_fingerprint},
         "stages": {name: {key: found[key] for key in ("counts", "seconds")} for name, found in manifests.items()},

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from eyas.eval.acceptance import (
     acceptance_summary,
     conditional_rates,
@@ -11,9 +14,6 @@ from eyas.eval.acceptance import (
     tau_request_mean,
     tau_step_weighted,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
 from tests.eval_records import request
 
 steps = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=20), min_size=1, max_size=10)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from eyas.eval.fidelity import check_lossless, target_logits
 from eyas.eval.grid import config_differences
 from eyas.eval.launch import Launcher
@@ -17,8 +19,6 @@ from eyas.eval.plan import CellPlan, StartPlan
 from eyas.eval.records import StartRecord, read_start
 from eyas.eval.workload import Request
 from eyas.heads.serving import engine_environment, speculative_config
-from safetensors.torch import save_file
-
 from tests import tiny
 
 pytestmark = pytest.mark.engine

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from eyas.eval.fidelity import TIE_GAP, check_lossless, check_parity, first_difference
 from numpy.typing import NDArray
 
+from eyas.eval.fidelity import TIE_GAP, check_lossless, check_parity, first_difference
 from tests.eval_records import request
 
 PROMPTS = {"p0": [9, 9], "p1": [8]}

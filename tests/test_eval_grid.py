@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from eyas.eval.grid import Arm, order_of_starts, read_failures, run_grid
 from eyas.eval.launch import Launcher
 from eyas.eval.plan import CellPlan, StartPlan, read_plan

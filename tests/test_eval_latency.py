@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from eyas.eval.latency import (
     chunk_gaps,
     latency_summary,
@@ -10,7 +11,6 @@ from eyas.eval.latency import (
     time_to_first_token,
     total_latency,
 )
-
 from tests.eval_records import cell, request
 
 

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from eyas.eval.report.build import build_report
 from eyas.eval.report.words import terminal_table
 from eyas.heads.files import read_json, write_json
-
 from tests.eval_records import write_session
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from eyas.eval import score as score_module
 from eyas.eval.plan import StartPlan
 from eyas.eval.score import score
 from eyas.heads.files import read_json
-
 from tests import tiny
 from tests.eval_records import cell, write_start
 

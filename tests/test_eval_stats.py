@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from eyas.eval.records import CellRecord
-from eyas.eval.stats import bootstrap_ratio, geometric_mean, null_spread
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eyas.eval.records import CellRecord
+from eyas.eval.stats import bootstrap_ratio, geometric_mean, null_spread
 from tests.eval_records import cell
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from eyas.eval.stats import RatioInterval
 from eyas.eval.verdict import Lossless, best_arm, judge
 

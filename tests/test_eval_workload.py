@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+
 from eyas.eval.score import load_prompts
 from eyas.eval.workload import Workload, load_heldout, load_humaneval
 from eyas.heads.chat import TargetChat

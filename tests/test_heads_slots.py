@@ -15,9 +15,7 @@ from eyas.heads.vocab import choose_draft_vocabulary, coverage, target_to_draft
 def test_slots_are_those_whose_whole_chain_lies_in_one_answer(mask: list[bool], num_steps: int) -> None:
     steps = serving_slots(torch.tensor(mask), num_steps=num_steps)
     for step, slots in enumerate(steps):
-        expected = [
-            t for t in range(len(mask)) if t + 2 + step < len(mask) and all(mask[t + 1 : t + 3 + step])
-        ]
+        expected = [t for t in range(len(mask)) if t + 2 + step < len(mask) and all(mask[t + 1 : t + 3 + step])]
         assert slots.tolist() == expected
 
 

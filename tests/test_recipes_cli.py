@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
 from eyas.recipes import pipeline
 from eyas.recipes.cli import app
-from typer.testing import CliRunner
 
 QUICKSTART = "smollm2-135m-eagle3-cpu"
 runner = CliRunner()

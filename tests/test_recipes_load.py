@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eyas.recipes.load import dump_recipe, find_recipe, load_recipe, resolve_builtin, shipped_recipes
-from eyas.recipes.schema import Recipe
 from hypothesis import given
 from hypothesis import strategies as st
+
+from eyas.recipes.load import dump_recipe, find_recipe, load_recipe, resolve_builtin, shipped_recipes
+from eyas.recipes.schema import Recipe
 
 QUICKSTART = "smollm2-135m-eagle3-cpu"
 MINIMAL = "name: tiny\ntarget: {model: org/model}\ndata: {conversations: chats.jsonl}\n"

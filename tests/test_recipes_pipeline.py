@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from eyas.recipes import pipeline
 from eyas.recipes.pipeline import run_until
 from eyas.recipes.run import Run, available_cores, stage_names
@@ -85,10 +86,11 @@ def test_a_missing_conversation_file_is_refused_first(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_are_refused_for_all_but_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="a launcher started 2 processes"):
-        run_until(make_recipe(tmp_path), last="train", say=lambda _: None)
+        run_until(make_recipe(tmp_path), last="score", say=lambda _: None)
+    assert not (tmp_path / "run").exists()
 
 
 def test_regenerate_comes_first_and_replaces_the_conversations(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
+
 from eyas.recipes.load import shipped_recipes, valid_keys
 from eyas.recipes.schema import Data, Features, Head, Recipe, Score, Target, Train
-from pydantic import BaseModel, ValidationError
 
 MINIMAL: dict[str, Any] = {"name": "tiny", "target": {"model": "org/model"}, "data": {"conversations": "chats.jsonl"}}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from eyas.heads.files import write_json
 from eyas.recipes.stage import (
     MANIFEST,

@@ -146,13 +146,9 @@ def test_shards_hold_everything_in_order_within_the_budget(lengths: list[int], b
     budget=st.integers(1, 100),
     seed=st.integers(0, 5),
 )
-def test_epoch_batches_are_disjoint_over_processes_and_reproducible(
-    lengths: list[int], budget: int, seed: int
-) -> None:
+def test_epoch_batches_are_disjoint_over_processes_and_reproducible(lengths: list[int], budget: int, seed: int) -> None:
     def of(rank: int, world_size: int) -> list[list[int]]:
-        return epoch_batches(
-            lengths, batch_tokens=budget, seed=seed, epoch=0, rank=rank, world_size=world_size
-        )
+        return epoch_batches(lengths, batch_tokens=budget, seed=seed, epoch=0, rank=rank, world_size=world_size)
 
     whole = of(0, 1)
     assert whole == of(0, 1)
@@ -168,7 +164,5 @@ def test_epoch_batches_are_disjoint_over_processes_and_reproducible(
 
 
 def test_epochs_differ_in_order() -> None:
-    orders = [
-        epoch_batches([1] * 50, batch_tokens=5, seed=0, epoch=epoch, rank=0, world_size=1) for epoch in (0, 1)
-    ]
+    orders = [epoch_batches([1] * 50, batch_tokens=5, seed=0, epoch=epoch, rank=0, world_size=1) for epoch in (0, 1)]
     assert orders[0] != orders[1]

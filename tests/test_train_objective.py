@@ -85,11 +85,16 @@ def test_documents_of_a_batch_do_not_see_each_other() -> None:
 def test_chunked_loss_equals_autograd(draft_vocab: int, chunk: int, dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
     hidden = [torch.randn(rows, H, requires_grad=True) for rows in (20, 11, 0)]
-    positions = [torch.arange(3, 23), torch.tensor([0, 1, 5, 6, 7, 8, 9, 20, 21, 22, 23]), torch.tensor([], dtype=torch.long)]
+    positions = [
+        torch.arange(3, 23),
+        torch.tensor([0, 1, 5, 6, 7, 8, 9, 20, 21, 22, 23]),
+        torch.tensor([], dtype=torch.long),
+    ]
     readout = (0.3 * torch.randn(draft_vocab, H)).requires_grad_()
     teacher_hidden, teacher_readout = torch.randn(24, H), 0.3 * torch.randn(draft_vocab, H)
     rows = [
-        StepRows(hidden_RH=h, positions_R=p, weight=w) for h, p, w in zip(hidden, positions, (0.5, 0.25, 1.0), strict=True)
+        StepRows(hidden_RH=h, positions_R=p, weight=w)
+        for h, p, w in zip(hidden, positions, (0.5, 0.25, 1.0), strict=True)
     ]
     arguments = {"readout_DH": readout, "teacher_hidden_PH": teacher_hidden, "teacher_readout_DH": teacher_readout}
     reference = dense_distillation(rows, **arguments)
@@ -162,7 +167,8 @@ def test_the_chain_drafter_is_training_teacher_forced_on_its_own_tokens() -> Non
     outputs = trained_hidden_states(head, forced, embedding_VH=embedding, num_steps=num_tokens)
     row = [int((slots == slot).nonzero()) for slots in forced.slots]
     trained = [
-        int(head.target_ids(head.logits(output[index : index + 1]).argmax())) for output, index in zip(outputs, row, strict=True)
+        int(head.target_ids(head.logits(output[index : index + 1]).argmax()))
+        for output, index in zip(outputs, row, strict=True)
     ]
     assert trained == draft
 

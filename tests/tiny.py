@@ -9,8 +9,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from eyas.heads.chat import TargetChat
 from eyas.heads.config import HeadConfig
 from eyas.heads.eagle3 import Eagle3Head
+from eyas.train.data.conversations import read_conversations
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -21,7 +23,32 @@ VOCAB_SIZE = 320
 CAPTURE_LAYERS = (1, 2, 3)
 
 
-def write_target(directory: Path, *, num_layers: int = 6, seed: int = 0) -> Path:
+def teach_target(directory: Path, conversations: Path, *, steps: int = 150) -> Path:
+    """A tiny target taught the answers of a conversation file for some seconds, so that there is something to draft."""
+    write_target(directory, initializer_range=0.05)
+    chat = TargetChat(directory)
+    rows, _ = read_conversations(conversations, on_bad_line="stop")
+    encoded = [chat.encode_conversation(row.messages) for row in rows]
+    width = max(len(conversation.token_ids) for conversation in encoded)
+    ids = torch.zeros(len(encoded), width, dtype=torch.long)
+    labels = torch.full_like(ids, -100)
+    for row, conversation in enumerate(encoded):
+        length = len(conversation.token_ids)
+        ids[row, :length] = torch.tensor(conversation.token_ids)
+        labels[row, :length] = torch.where(torch.tensor(conversation.answer_mask), ids[row, :length], -100)
+    model = LlamaForCausalLM.from_pretrained(directory)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(steps):
+        chosen = torch.arange(16) + 16 * step
+        loss = model(input_ids=ids[chosen % len(ids)], labels=labels[chosen % len(ids)]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(directory)
+    return directory
+
+
+def write_target(directory: Path, *, num_layers: int = 6, seed: int = 0, initializer_range: float = 0.2) -> Path:
     """A random Llama of hidden size 64 with tokenizer and template, as a Hugging Face directory that vLLM loads too."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -38,7 +65,7 @@ def write_target(directory: Path, *, num_layers: int = 6, seed: int = 0) -> Path
         pad_token_id=0,
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        initializer_range=0.2,
+        initializer_range=initializer_range,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
     write_tokenizer(directory)

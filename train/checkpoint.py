@@ -32,7 +32,9 @@ class TrainingState:
     best_tau: float = 0.0
 
 
-def save_checkpoint(run_dir: Path, *, module: nn.Module, optimizer: torch.optim.Optimizer, state: TrainingState) -> None:
+def save_checkpoint(
+    run_dir: Path, *, module: nn.Module, optimizer: torch.optim.Optimizer, state: TrainingState
+) -> None:
     """Write the checkpoint of `state.step` atomically, then drop all but the newest `KEPT`."""
     final = run_dir / "checkpoints" / _name(state.step)
     temporary = final.with_suffix(".tmp")

@@ -98,13 +98,11 @@ class Trainer:
     def __post_init__(self) -> None:
         self.state = load_latest(self.run_dir, module=self.objective, optimizer=self.optimizer)
         # The bare modules: accelerate replaces their forward, and the wrapped model shares their parameters.
-        self.head = self.objective.head
+        self.head, self.bare_optimizer = self.objective.head, self.optimizer
         self.model, self.optimizer = self.accelerator.prepare(self.objective, self.optimizer)
         self.is_main = self.accelerator.is_main_process
         if self.is_main:
-            self.tracker = Both(
-                JsonLines(self.run_dir / METRICS_NAME, resumed_step=self.state.step), self.tracker
-            )
+            self.tracker = Both(JsonLines(self.run_dir / METRICS_NAME, resumed_step=self.state.step), self.tracker)
         else:
             self.tracker = NoTracker()
 
@@ -194,15 +192,18 @@ class Trainer:
 
     def _save(self) -> None:
         if self.is_main:
-            optimizer = self.optimizer.optimizer if hasattr(self.optimizer, "optimizer") else self.optimizer
-            save_checkpoint(self.run_dir, module=self.objective, optimizer=optimizer, state=self.state)
+            save_checkpoint(self.run_dir, module=self.objective, optimizer=self.bare_optimizer, state=self.state)
             prune_heads(self.run_dir, keep={self.state.best_step, saved_best_step(self.run_dir)})
         self.accelerator.wait_for_everyone()
 
     def _log(self, window: Window, *, epoch: float) -> dict[str, str]:
         record = {"step": self.state.step, "epoch": round(epoch, 4), **window.record()}
         self.tracker.log(record)
-        return {"kl": f"{record['kl_1']:.3f}", "acc": f"{record['accuracy_1']:.3f}", "tau": f"{self.state.best_tau:.3f}"}
+        return {
+            "kl": f"{record['kl_1']:.3f}",
+            "acc": f"{record['accuracy_1']:.3f}",
+            "tau": f"{self.state.best_tau:.3f}",
+        }
 
     def _stop(self, stop: StopRequest) -> None:
         self._save()
@@ -236,9 +237,7 @@ class Trainer:
                 epoch = step // steps_per_epoch
                 batches = self._epoch(epoch)
             yield [
-                training_document(
-                    self.store[index], num_steps=self.settings.ttt_steps, device=self.accelerator.device
-                )
+                training_document(self.store[index], num_steps=self.settings.ttt_steps, device=self.accelerator.device)
                 for index in batches[step % steps_per_epoch]
             ]
 

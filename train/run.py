@@ -72,7 +72,7 @@ def run_training(
     if threads is not None:
         torch.set_num_threads(threads)
     accelerator = Accelerator(mixed_precision=precision)
-    _check_launch(accelerator)
+    check_launch(accelerator.num_processes)
     identity = check_identity(features_dir, target_fingerprint=target_fingerprint(target_dir))
     store, heldout = (FeatureStore(features_dir, split=split) for split in ("train", "heldout"))
     objective = _objective(
@@ -94,7 +94,9 @@ def run_training(
         heldout=[heldout[index] for index in range(min(evaluate_conversations, len(heldout)))],
         settings=loop,
         run_dir=out_dir,
-        tracker=_tracker(tracker, out_dir=out_dir, name=run_name, settings=vars(loop), main=accelerator.is_main_process),
+        tracker=_tracker(
+            tracker, out_dir=out_dir, name=run_name, settings=vars(loop), main=accelerator.is_main_process
+        ),
     )
     state = trainer.train()
     counts: dict[str, Any] = {"steps": state.step, "best_step": state.best_step}
@@ -163,7 +165,9 @@ def _finish(
     )
     answers_V = heldout.answer_token_counts(vocab_size=objective.head.config.vocab_size)
     result = {
-        "draft_coverage_heldout": round(coverage(answers_V, draft_to_target_D=objective.head.draft_to_target_D.cpu()), 4),
+        "draft_coverage_heldout": round(
+            coverage(answers_V, draft_to_target_D=objective.head.draft_to_target_D.cpu()), 4
+        ),
         "heldout_tau": statistics.tau,
         "heldout_marginal": list(statistics.marginal),
         "heldout_drafts": statistics.num_drafts,
@@ -175,12 +179,12 @@ def _finish(
     return result
 
 
-def _check_launch(accelerator: Accelerator) -> None:
+def check_launch(num_processes: int) -> None:
     """A launcher that started several processes which do not know of each other trains several heads at once."""
     asked = int(os.environ.get("WORLD_SIZE", "1"))
-    if accelerator.num_processes != asked:
+    if num_processes != asked:
         raise ValueError(
-            f"the launcher started {asked} processes and accelerate joined {accelerator.num_processes}; on CPU set "
+            f"the launcher started {asked} processes and accelerate joined {num_processes}; on CPU set "
             "ACCELERATE_USE_CPU=true for `accelerate launch --multi_gpu --num_processes N`"
         )
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+
 from eyas.eval.grid import read_failures
 from eyas.eval.records import read_starts
 from eyas.eval.report.document import markdown

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import matplotlib
-from eyas.eval.records import AR
-from eyas.eval.report.document import Figure
-from eyas.eval.report.words import DATASET_NAMES, MAIN_DATASET
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+
+from eyas.eval.records import AR
+from eyas.eval.report.document import Figure
+from eyas.eval.report.words import DATASET_NAMES, MAIN_DATASET
 
 COLOURS = ("#1b6ca8", "#c8553d", "#3a7d44", "#7b4fa3", "#8a6d1f")
 GREY = "#666666"

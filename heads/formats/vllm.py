@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from eyas.heads.config import HeadConfig, load_target_config
-from eyas.heads.eagle3 import Eagle3Head
-from eyas.heads.files import fingerprint_file, read_json, write_bytes, write_json
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
+
+from eyas.heads.config import HeadConfig, load_target_config
+from eyas.heads.eagle3 import Eagle3Head
+from eyas.heads.files import fingerprint_file, read_json, write_bytes, write_json
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 METHOD = "eagle3"

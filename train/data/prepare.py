@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors.torch import save
+from torch import Tensor
+
 from eyas.heads.chat import TargetChat
 from eyas.heads.files import write_bytes, write_json
 from eyas.train.data.conversations import Conversation, read_conversations
-from safetensors.torch import save
-from torch import Tensor
 
 SPLITS: tuple[Literal["train", "heldout"], ...] = ("train", "heldout")
 

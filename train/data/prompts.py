@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from eyas.train.data.conversations import prompt_hash
 
 MIN_TURN_CHARACTERS = 12

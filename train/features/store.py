@@ -9,6 +9,7 @@ Bytes per token: (A + 1) * H * 2 in bfloat16, 4,608 for SmolLM2-135M with three 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ class FeatureStore:
         self.lengths: list[int] = []
         for number in range(len(self.paths)):
             offsets = self._file(number).get_tensor("offsets").tolist()
-            for begin, end in zip(offsets[:-1], offsets[1:], strict=True):
+            for begin, end in itertools.pairwise(offsets):
                 self._where.append((number, begin, end))
                 self.lengths.append(end - begin)
 
