@@ -238,16 +238,6 @@ class Recipe(Section):
     export: Export = Export()
     score: Score = Score()
 
-    @model_validator(mode="after")
-    def _check_batches(self) -> Self:
-        for section, tokens in (("features", self.features.batch_tokens), ("train", self.train.batch_tokens)):
-            if tokens < self.data.max_length:
-                raise ValueError(
-                    f"{section}.batch_tokens {tokens} cannot hold a conversation of data.max_length "
-                    f"{self.data.max_length} tokens; raise the one or lower the other"
-                )
-        return self
-
     @property
     def run_directory(self) -> Path:
         """Directory that this recipe's stages are written to, relative to the working directory unless absolute."""

@@ -120,7 +120,7 @@ def test_a_head_of_another_size_does_not_fit_the_target(tmp_path: Path, tiny_tar
 
 
 def test_a_head_initialised_from_the_target_is_its_last_layer_run_early(tiny_target: Path) -> None:
-    """With a zero random part, embedding half 0 and fc = the deepest layer, the head's step equals the target's layer."""
+    """Without random parts, and reading the feature alone, the head's step equals the target's last layer."""
     pieces = load_target_pieces(tiny_target)
     config = load_target_config(tiny_target)
     layers = (1, 2, config.num_hidden_layers - 1)
@@ -136,6 +136,14 @@ def test_a_head_initialised_from_the_target_is_its_last_layer_run_early(tiny_tar
     with torch.no_grad():
         head.fc.weight.zero_()
         head.fc.weight[:, -64:] = torch.eye(64)
+        for projection in (
+            head.midlayer.self_attn.q_proj,
+            head.midlayer.self_attn.k_proj,
+            head.midlayer.self_attn.v_proj,
+        ):
+            assert torch.equal(projection.weight[:, :64], projection.weight[:, 64:])
+            projection.weight[:, :64] = 0.0
+            projection.weight[:, 64:] *= 2.0
     capture = HiddenStateCapture(load_target_model(tiny_target, dtype=torch.float32), capture_layers=layers)
     captured_BTX, last_BTH = capture(torch.arange(3, 20)[None])
     from eyas.train.batches import TrainingDocument

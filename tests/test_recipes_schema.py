@@ -62,11 +62,6 @@ def test_bad_values_are_refused(section: type[BaseModel], values: dict[str, Any]
         section.model_validate(values)
 
 
-def test_batches_must_hold_the_longest_conversation() -> None:
-    with pytest.raises(ValidationError, match=r"train.batch_tokens 1024 cannot hold"):
-        Recipe.model_validate(MINIMAL | {"data": {"conversations": "c", "max_length": 2048}})
-
-
 def test_generation_needs_a_source() -> None:
     none = {"self_prompts": 0, "chitchat": 0, "chatterbot": 0, "evals": 0}
     with pytest.raises(ValidationError, match="all 0"):

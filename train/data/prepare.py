@@ -50,17 +50,21 @@ def prepare(
     rows, counts = read_conversations(conversations, on_bad_line=on_bad_line)
     random.Random(seed).shuffle(rows)
     left_out: Counter[str] = Counter()
-    for split in SPLITS:
-        limit = max_train_tokens if split == "train" else None
-        documents = _encode_split(
+    documents = {
+        split: _encode_split(
             [row for row in rows if row.split == split],
             chat=chat,
             max_length=max_length,
-            max_tokens=limit,
+            max_tokens=max_train_tokens if split == "train" else None,
             on_bad_line=on_bad_line,
             left_out=left_out,
         )
-        counts |= _write_split(out_dir, split, documents)
+        for split in SPLITS
+    }
+    for split in SPLITS:
+        _require_documents(split, documents[split])
+    for split in SPLITS:
+        counts |= _write_split(out_dir, split, documents[split])
     write_json(out_dir / "stop_tokens.json", chat.stop_token_ids)
     return {**counts, **{f"conversations_{reason}": number for reason, number in sorted(left_out.items())}}
 
@@ -99,12 +103,15 @@ def _encode_split(
     return documents
 
 
-def _write_split(out_dir: Path, split: str, documents: list[tuple[Tensor, Tensor]]) -> dict[str, int]:
+def _require_documents(split: str, documents: list[tuple[Tensor, Tensor]]) -> None:
     if not documents:
         raise ValueError(
-            f"the {split} split has no conversation with an answer of two tokens or more; add conversations, or raise "
-            "data.max_length"
+            f"the {split} split has no conversation with an answer of two tokens or more; add conversations, give some "
+            f'of them "split": "{split}", or raise data.max_length'
         )
+
+
+def _write_split(out_dir: Path, split: str, documents: list[tuple[Tensor, Tensor]]) -> dict[str, int]:
     lengths = torch.tensor([mask_T.shape[0] for _, mask_T in documents])
     offsets = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0)))
     mask = torch.cat([mask_T for _, mask_T in documents])
