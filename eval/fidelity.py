@@ -120,13 +120,11 @@ def target_logits(target_dir: Path, *, trust_remote_code: bool) -> Logits:
 
     def logits(token_ids: list[int]) -> NDArray[np.float32]:
         import torch
-        from transformers import AutoModelForCausalLM
+
+        from eyas.heads.target import load_target_model
 
         if not loaded:
-            model = AutoModelForCausalLM.from_pretrained(
-                target_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code
-            )
-            loaded.append(model.eval())
+            loaded.append(load_target_model(target_dir, dtype=torch.float32, trust_remote_code=trust_remote_code))
         with torch.no_grad():
             return loaded[0](torch.tensor([token_ids])).logits[0, -1].numpy()
 

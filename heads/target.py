@@ -93,7 +93,9 @@ def load_target_pieces(target_dir: Path) -> TargetPieces:
 def load_target_model(target_dir: Path, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
     """The target as a transformers causal language model in evaluation mode."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # half a second of loading does not need one
     model = AutoModelForCausalLM.from_pretrained(
         target_dir, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code
     )

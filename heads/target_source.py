@@ -126,7 +126,9 @@ def _packaged_gguf(package: str) -> tuple[Path, str]:
 def _dequantise(gguf: Path, *, destination: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # The weights are plain fp32 now; transformers still refuses to save a model that it loaded quantised.
     model.hf_quantizer = None

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from eyas.heads.config import default_capture_layers
 from eyas.heads.target import load_target_pieces
 from eyas.heads.target_source import target_fingerprint
-from eyas.train.batches import epoch_batches
+from eyas.train.batches import epoch_batches, run_batches
 from eyas.train.data.prepare import prepare
 from eyas.train.features import extract as extract_module
 from eyas.train.features.extract import extract, length_batches, shard_bounds
@@ -161,6 +161,18 @@ def test_epoch_batches_are_disjoint_over_processes_and_reproducible(lengths: lis
     halves = of(0, 2), of(1, 2)
     assert len(halves[0]) == len(halves[1])
     assert [batch for pair in zip(*halves, strict=True) for batch in pair] == whole[: len(whole) // 2 * 2]
+
+
+def test_a_run_is_its_epochs_one_after_another_though_they_differ_in_length() -> None:
+    lengths = [1, 30, 2, 40, 3, 50, 4, 45, 5, 35, 20, 20, 25]
+
+    def epoch(number: int) -> list[list[int]]:
+        return epoch_batches(lengths, batch_tokens=60, seed=0, epoch=number, rank=0, world_size=1)
+
+    epochs = [epoch(number) for number in range(6)]
+    assert len({len(batches) for batches in epochs}) > 1
+    whole = run_batches(lengths, batch_tokens=60, seed=0, epochs=6, rank=0, world_size=1)
+    assert whole == [batch for batches in epochs for batch in batches]
 
 
 def test_epochs_differ_in_order() -> None:

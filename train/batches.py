@@ -44,6 +44,23 @@ def training_document(document: Document, *, num_steps: int, device: torch.devic
     )
 
 
+def run_batches(
+    lengths: Sequence[int], *, batch_tokens: int, seed: int, epochs: int, rank: int, world_size: int
+) -> list[list[int]]:
+    """Document indices of every batch of one process in a whole run, epoch after epoch.
+
+    Epochs differ in their number of batches, since how documents fill them depends on their order; so a step's place
+    is looked up here and never computed from the length of one epoch.
+    """
+    return [
+        batch
+        for epoch in range(epochs)
+        for batch in epoch_batches(
+            lengths, batch_tokens=batch_tokens, seed=seed, epoch=epoch, rank=rank, world_size=world_size
+        )
+    ]
+
+
 def epoch_batches(
     lengths: Sequence[int],
     *,

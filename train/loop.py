@@ -6,7 +6,7 @@ Everything that decides what a step does is here and fits on a screen; what a st
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from eyas.heads.eagle3 import Eagle3Head
 from eyas.heads.formats.vllm import write_head
-from eyas.train.batches import TrainingDocument, epoch_batches, training_document
+from eyas.train.batches import TrainingDocument, run_batches, training_document
 from eyas.train.checkpoint import (
     TrainingState,
     head_directory,
@@ -113,18 +113,26 @@ class Trainer:
             KeyboardInterrupt: a signal asked to stop; the run was saved and continues from there when started again.
         """
         settings = self.settings
-        steps_per_epoch = len(self._epoch(0))
-        total = settings.epochs * steps_per_epoch
+        batches = run_batches(
+            self.store.lengths,
+            batch_tokens=settings.batch_tokens,
+            seed=settings.seed,
+            epochs=settings.epochs,
+            rank=self.accelerator.process_index,
+            world_size=self.accelerator.num_processes,
+        )
+        total = len(batches)
         with stop_on_signals() as stop, self._progress(total) as progress:
             window = Window()
-            for documents in self._batches(self.state.step, total=total, steps_per_epoch=steps_per_epoch):
+            for batch in batches[self.state.step :]:
+                documents = self._documents(batch)
                 num_steps = 1 if self.state.step < settings.ttt_warmup_share * total else settings.ttt_steps
                 window.add(self._step(documents, num_steps=num_steps, total=total), num_steps=num_steps)
                 self.state.step += 1
                 progress.update()
                 last = self.state.step == total
                 if self.state.step % settings.log_every == 0 or last:
-                    progress.set_postfix(self._log(window, epoch=self.state.step / steps_per_epoch))
+                    progress.set_postfix(self._log(window, epoch=settings.epochs * self.state.step / total))
                     window = Window()
                 if self.state.step % settings.evaluate_every == 0 or last:
                     self._evaluate()
@@ -219,27 +227,9 @@ class Trainer:
     def _sum(self, value: Tensor) -> Tensor:
         return self.accelerator.reduce(value, reduction="sum") if self.accelerator.num_processes > 1 else value  # type: ignore[return-value]
 
-    def _epoch(self, epoch: int) -> list[list[int]]:
-        return epoch_batches(
-            self.store.lengths,
-            batch_tokens=self.settings.batch_tokens,
-            seed=self.settings.seed,
-            epoch=epoch,
-            rank=self.accelerator.process_index,
-            world_size=self.accelerator.num_processes,
-        )
-
-    def _batches(self, first: int, *, total: int, steps_per_epoch: int) -> Iterator[list[TrainingDocument]]:
-        """Batches of steps first..total-1; the place in the order follows from the step alone."""
-        epoch, batches = -1, []
-        for step in range(first, total):
-            if step // steps_per_epoch != epoch:
-                epoch = step // steps_per_epoch
-                batches = self._epoch(epoch)
-            yield [
-                training_document(self.store[index], num_steps=self.settings.ttt_steps, device=self.accelerator.device)
-                for index in batches[step % steps_per_epoch]
-            ]
+    def _documents(self, batch: list[int]) -> list[TrainingDocument]:
+        steps, device = self.settings.ttt_steps, self.accelerator.device
+        return [training_document(self.store[index], num_steps=steps, device=device) for index in batch]
 
     def _progress(self, total: int) -> tqdm:
         return tqdm(

@@ -66,10 +66,8 @@ class Wandb:
             raise ValueError(
                 "train.tracker is wandb, which is not installed; `pip install 'eyas[wandb]'` or set train.tracker=none"
             ) from error
-        directory = run_dir / "wandb"
-        directory.mkdir(exist_ok=True)
         self._run = wandb.init(
-            dir=directory, id=_stable_id(run_dir / "wandb-id.json"), name=name, resume="allow", config=settings
+            dir=run_dir, id=_stable_id(run_dir / "wandb-id.json"), name=name, resume="allow", config=settings
         )
 
     def log(self, record: dict[str, Any]) -> None:
