@@ -118,6 +118,7 @@ def test_plan_estimates_by_arithmetic(tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text("x" * 40_000)
     overrides = [f"target.model={target}", f"data.conversations={chats}", f"run_dir={tmp_path / 'run'}"]
+    overrides.append("features.dtype=bfloat16")
     code, stdout, stderr = eyas("plan", QUICKSTART, *overrides)
     assert code == 0, stderr
     assert f"model: {target}" in stdout
