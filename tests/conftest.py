@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -11,6 +12,9 @@ import pytest
 # No deadline: a loaded machine is no failure.
 hypothesis.settings.register_profile("eyas", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("eyas")
+
+# A shell without job control starts background jobs with SIGINT ignored, and tests of Ctrl-C need it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
