@@ -41,10 +41,3 @@ def coverage(counts_V: Tensor, *, draft_to_target_D: Tensor) -> float:
     """Share of the counted tokens that the draft vocabulary can propose; 1.0 when nothing was counted."""
     total = counts_V.sum().item()
     return float(counts_V[draft_to_target_D].sum().item() / total) if total else 1.0
-
-
-def target_to_draft(draft_to_target_D: Tensor, *, vocab_size: int) -> Tensor:
-    """Draft id of each target id, [V]; -1 where the draft vocabulary has none."""
-    table_V = torch.full((vocab_size,), -1, dtype=torch.long)
-    table_V[draft_to_target_D] = torch.arange(draft_to_target_D.shape[0])
-    return table_V

@@ -37,12 +37,6 @@ EVALS_OTHER_LICENCE = frozenset(
         "already_said_that",
     ]
 )
-LICENCES = {
-    "self": "written by the target",
-    "chitchat": "MIT (chitchat-dataset)",
-    "chatterbot": "BSD-3-Clause (chatterbot-corpus)",
-    "evals": "MIT (evals; folders under other terms are left out)",
-}
 
 
 @dataclass(frozen=True)
