@@ -26,6 +26,7 @@ def chain_attention(
     own_key_SIME: Tensor,
     own_value_SIME: Tensor,
     slots_S: Tensor,
+    window: int | None = None,
 ) -> Tensor:
     """Attended values [S, N, E] of chains at slots `slots_S`, which have `I` own steps behind them (0 at step 0).
 
@@ -34,6 +35,7 @@ def chain_attention(
         key_TME, value_TME: step-0 keys (rotated) and values of every slot of the document.
         own_key_SIME, own_value_SIME: keys (rotated) and values of steps 1..I at the queried slots.
         slots_S: slot index of each query, 0 <= slot < T.
+        window: positions that a query reaches back, its own included; the query of slot t stands at position t + I.
     """
     num_slots, num_heads, head_size = query_SNE.shape
     num_kv_heads = key_TME.shape[1]
@@ -41,9 +43,12 @@ def chain_attention(
     query_MGSE = query_SNE.view(num_slots, num_kv_heads, groups, head_size).permute(1, 2, 0, 3)
     query_MGSE = query_MGSE * (1.0 / math.sqrt(head_size))
     scores_MGST = torch.matmul(query_MGSE, key_TME.permute(1, 2, 0).unsqueeze(1))
-    future_ST = torch.arange(key_TME.shape[0], device=slots_S.device) > slots_S[:, None]
-    scores_MGST = scores_MGST.masked_fill(future_ST, float("-inf"))
-    if own_key_SIME.shape[1] == 0:
+    num_own = own_key_SIME.shape[1]
+    hidden_ST = _hidden_slots(slots_S, num_slots=key_TME.shape[0], num_own=num_own, window=window)
+    scores_MGST = scores_MGST.masked_fill(hidden_ST, float("-inf"))
+    if window is not None and num_own > window:
+        own_key_SIME, own_value_SIME = own_key_SIME[:, -window:], own_value_SIME[:, -window:]
+    if num_own == 0:
         weights_MGST = _softmax(scores_MGST).to(value_TME.dtype)
         return _merge_heads(torch.matmul(weights_MGST, value_TME.permute(1, 0, 2).unsqueeze(1)))
     # One product per chain, not per pair of chains: elementwise beats a batch of one-row matrix products.
@@ -55,6 +60,15 @@ def chain_attention(
     attended_MGSE = torch.matmul(weights_MGST, value_TME.permute(1, 0, 2).unsqueeze(1))
     own_attended_MGSE = (own_weights_MGSI.unsqueeze(-1) * own_value_MGSIE).sum(dim=-2)
     return _merge_heads(attended_MGSE + own_attended_MGSE)
+
+
+def _hidden_slots(slots_S: Tensor, *, num_slots: int, num_own: int, window: int | None) -> Tensor:
+    """True [S, T] where a slot lies behind the query or out of its window."""
+    all_slots_T = torch.arange(num_slots, device=slots_S.device)
+    hidden_ST = all_slots_T > slots_S[:, None]
+    if window is None:
+        return hidden_ST
+    return hidden_ST | (all_slots_T <= slots_S[:, None] + num_own - window)
 
 
 def _softmax(scores: Tensor) -> Tensor:
@@ -71,11 +85,12 @@ def dense_chain_attention(
     *,
     step_keys: list[Tensor],
     step_values: list[Tensor],
+    window: int | None = None,
 ) -> Tensor:
     """Reference: attended values [T, N, E] of step I = len(step_keys) - 1, for every slot at once.
 
     `step_keys[j]` and `step_values[j]` are [T, M, E] of step j. A query at slot t sees step 0 up to slot t, and of each
-    later step only slot t itself.
+    later step only slot t itself; step j of slot s stands at position s + j, and a window counts positions.
     """
     num_slots, num_heads, head_size = query_TNE.shape
     groups = num_heads // step_keys[0].shape[1]
@@ -85,5 +100,9 @@ def dense_chain_attention(
     causal = torch.ones(num_slots, num_slots, dtype=torch.bool, device=scores.device).tril()
     diagonal = torch.eye(num_slots, dtype=torch.bool, device=scores.device)
     allowed = torch.cat([causal, *[diagonal] * (len(step_keys) - 1)], dim=1)
+    if window is not None:
+        slots_T = torch.arange(num_slots, device=scores.device)
+        key_positions = torch.cat([slots_T + step for step in range(len(step_keys))])
+        allowed = allowed & (key_positions > slots_T[:, None] + len(step_keys) - 1 - window)
     weights = torch.softmax(scores.masked_fill(~allowed, float("-inf")), dim=-1)
     return torch.einsum("ntl,lne->tne", weights, values)

@@ -11,7 +11,7 @@ to rounding.
 Slot t holds the target's feature of token t; the first drafted token is compared with token t+2, because token t+1
 (sampled by the target from the feature at t) is already known when drafting starts.
 
-Shapes: T slots, S drafting slots, K drafted tokens, X = A*H captured width, H hidden.
+Shapes: T slots, S drafting slots, K drafted tokens, X width of the target's features, H hidden, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -22,103 +22,96 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eyas.heads.attention import chain_attention
-from eyas.heads.eagle3 import Eagle3Head
+from eyas.heads.chain import Chains
+from eyas.heads.head import DraftHead, later_input
+from eyas.heads.layers import DraftLayer
 
 
 @torch.inference_mode()
 def draft_from_slots(
-    head: Eagle3Head,
+    head: DraftHead,
     *,
     embedding_VH: Tensor,
+    target_readout_DH: Tensor,
     token_ids_T: Tensor,
-    captured_TX: Tensor,
+    states_TX: Tensor,
     slots_S: Tensor,
     num_tokens: int,
 ) -> Tensor:
     """Greedy drafts [S, K] (target ids) of chains that start at `slots_S`; each slot needs its next token, t+1 < T.
 
     Args:
-        embedding_VH: the target's token embedding, in the head's dtype.
-        captured_TX: captured layers of the document, in the head's dtype.
+        embedding_VH: the target's token embedding. target_readout_DH: the target's readout rows of the draft vocabulary.
+        states_TX: the target's states of the document that the head reads.
     """
     assert int(slots_S.max()) + 1 < token_ids_T.shape[0]
-    feature_TH = head.fuse(captured_TX[:-1])
-    positions_T = torch.arange(feature_TH.shape[0], device=feature_TH.device)
-    rotations = head.rotations(positions_T)
-    input_TX = head.layer_input(embedding_VH[token_ids_T[1:]], feature_TH=feature_TH)
-    key_TME, value_TME = head.keys_values(input_TX, rotations=rotations)
-    own_keys: list[Tensor] = []
-    own_values: list[Tensor] = []
+    chains = Chains(
+        head, states_TX=states_TX[:-1], next_ids_T=token_ids_T[1:], embedding_VH=embedding_VH, slots_S=slots_S
+    )
     drafts: list[Tensor] = []
-    input_SX, feature_SH = input_TX[slots_S], feature_TH[slots_S]
     for step in range(num_tokens):
-        rotations_S = head.rotations(slots_S + step)
         if step > 0:
-            input_SX = head.layer_input(embedding_VH[drafts[-1]], feature_TH=feature_SH)
-            own_key_SME, own_value_SME = head.keys_values(input_SX, rotations=rotations_S)
-            own_keys.append(own_key_SME)
-            own_values.append(own_value_SME)
-        attended_SNE = chain_attention(
-            head.queries(input_SX, rotations=rotations_S),
-            key_TME=key_TME,
-            value_TME=value_TME,
-            own_key_SIME=stack_steps(own_keys, like=key_TME, num_slots=slots_S.shape[0]),
-            own_value_SIME=stack_steps(own_values, like=value_TME, num_slots=slots_S.shape[0]),
-            slots_S=slots_S,
-        )
-        feature_SH = head.finish(attended_SNE, feature_TH=feature_SH)
-        drafts.append(head.target_ids(head.logits(feature_SH).argmax(dim=-1)))
+            chains.advance(drafts[-1])
+        logits_SD = head.logits(chains.outputs_SH, target_readout_DH=target_readout_DH)
+        drafts.append(head.target_ids(logits_SD.argmax(dim=-1)))
     return torch.stack(drafts, dim=1)
-
-
-def stack_steps(steps: list[Tensor], *, like: Tensor, num_slots: int) -> Tensor:
-    """[S, M, E] of each own step -> [S, I, M, E]; I = 0 gives an empty tensor of the right kind."""
-    if steps:
-        return torch.stack(steps, dim=1)
-    return like.new_empty((num_slots, 0, *like.shape[1:]))
 
 
 @torch.inference_mode()
 def draft_one_chain(
-    head: Eagle3Head,
+    head: DraftHead,
     *,
     embedding_VH: Tensor,
+    target_readout_DH: Tensor,
     token_ids_T: Tensor,
-    captured_TX: Tensor,
+    states_TX: Tensor,
     slot: int,
     num_tokens: int,
 ) -> list[int]:
     """Reference for one slot: the cache is filled token by token, and every step attends to all of it."""
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
+    caches: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in head.layers]
     drafts: list[int] = []
-    feature_1H = captured_TX.new_empty(0)
+    output_1H = states_TX.new_empty(0)
     for position in range(slot + num_tokens):
         token = int(token_ids_T[position + 1]) if position <= slot else drafts[-1]
         if position <= slot:
-            feature_1H = head.fuse(captured_TX[position : position + 1])
-        feature_1H = _cached_step(head, embedding_VH[token][None], feature_1H, position, keys, values)
+            feature_1H = head.features(states_TX[position : position + 1])
+        else:
+            feature_1H = head.feed_back(output_1H)
+        embedding_1H = head.embed(torch.tensor([token], device=states_TX.device), embedding_VH=embedding_VH)
+        input_1X, output_1H = head.enter(embedding_1H, feature_TH=feature_1H)
+        for index, layer in enumerate(head.layers):
+            assert isinstance(layer, DraftLayer)
+            if index > 0:
+                input_1X, output_1H = later_input(layer, hidden_TH=output_1H)
+            output_1H = _cached_layer(head, layer, input_1X, output_1H, position, *caches[index])
         if position >= slot:
-            drafts.append(int(head.target_ids(head.logits(feature_1H).argmax(dim=-1))))
+            logits_1D = head.logits(output_1H, target_readout_DH=target_readout_DH)
+            drafts.append(int(head.target_ids(logits_1D.argmax(dim=-1))))
     return drafts
 
 
-def _cached_step(
-    head: Eagle3Head, embedding_1H: Tensor, feature_1H: Tensor, position: int, keys: list[Tensor], values: list[Tensor]
+def _cached_layer(
+    head: DraftHead,
+    layer: DraftLayer,
+    input_1X: Tensor,
+    residual_1H: Tensor,
+    position: int,
+    keys: list[Tensor],
+    values: list[Tensor],
 ) -> Tensor:
-    rotations = head.rotations(torch.tensor([position], device=feature_1H.device))
-    input_1X = head.layer_input(embedding_1H, feature_TH=feature_1H)
-    key, value = head.keys_values(input_1X, rotations=rotations)
+    rotations = head.rotations(torch.tensor([position], device=input_1X.device))
+    key, value = layer.self_attn.keys_values(input_1X, rotations=rotations)
     keys.append(key)
     values.append(value)
     groups = head.config.num_attention_heads // head.config.num_key_value_heads
-    keys_LNE = torch.cat(keys).repeat_interleave(groups, dim=1)
-    values_LNE = torch.cat(values).repeat_interleave(groups, dim=1)
-    query_1NE = head.queries(input_1X, rotations=rotations)
+    begin = 0 if head.config.sliding_window is None else max(0, position + 1 - head.config.sliding_window)
+    keys_LNE = torch.cat(keys[begin:]).repeat_interleave(groups, dim=1)
+    values_LNE = torch.cat(values[begin:]).repeat_interleave(groups, dim=1)
+    query_1NE = layer.self_attn.queries(input_1X, rotations=rotations)
     scores_NL = torch.einsum("ne,lne->nl", query_1NE[0], keys_LNE) / head.config.head_dim**0.5
     attended_NE = torch.einsum("nl,lne->ne", torch.softmax(scores_NL, dim=-1), values_LNE)
-    return head.finish(attended_NE[None], feature_TH=feature_1H)
+    return layer.finish(attended_NE[None], residual_TH=residual_1H)
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,43 @@
-"""How a head starts: from the target's own weights where they fit, at random elsewhere.
+"""How a head starts: from the target's own weights where they fit, at random elsewhere, or as another head.
 
-On the quickstart's target, starting the readout, the final norm and the decoder layer from the target beats starting
-the readout and norm alone (held-out first-position acceptance 0.317 against 0.255 after 90 s in a prototype, one seed).
+The choices were measured against each other at equal budget; docs/initialisation.md has the table and the defaults
+follow it.
 
-The draft layer reads (embedding, feature), the target's layer reads one hidden state. So half of the target's
+The draft layer of EAGLE-3 reads (embedding, feature), the target's layer reads one hidden state. So half of the target's
 projections is placed in each half, and `fc` starts by passing the deepest captured layer through: the head begins as the
-target's last layer, run early on the mean of both. After 200 steps on the quickstart's data (one seed) this gave a
-first-position acceptance of 0.352, against 0.334 with the embedding half at zero and 0.338 with it at random.
+target's last layer, run early on the mean of both. An EAGLE head has one input and no norm before its attention: the
+target's norm weight is folded into the projections, and `fc` starts by passing the feature through.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from eyas.heads.build import build_head
 from eyas.heads.config import HeadConfig
 from eyas.heads.eagle3 import Eagle3Head
-from eyas.heads.target import LAYER_SUFFIXES, TargetPieces, TargetWeights
+from eyas.heads.head import DraftHead
+from eyas.heads.layers import DraftLayer
+from eyas.heads.target import TargetPieces, TargetWeights
 
 RANDOM_STD = 0.02
+WIDE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+"""Projections that read the layer's input, which in a first EAGLE-3 layer is twice as wide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadStart:
+    """Where the parts of a new head come from. An EAGLE head has neither lm_head nor final norm."""
+
+    lm_head: Literal["target", "random"] = "target"
+    train_lm_head: bool = True
+    final_norm: Literal["target", "ones"] = "target"
+    layer: Literal["target", "random"] = "target"
 
 
 def new_head(
@@ -30,52 +47,152 @@ def new_head(
     pieces: TargetPieces,
     target_dir: Path,
     num_target_layers: int,
-    from_target: bool,
+    start: HeadStart,
     seed: int,
-) -> Eagle3Head:
+) -> DraftHead:
     """A head ready to train, in float32.
 
-    Readout rows and final norm always come from the target; the decoder layer does when `from_target` is true and
-    its sizes equal the target's.
-
     Raises:
-        ValueError: `from_target` is asked for and the head's sizes differ from the target's layer.
+        ValueError: a part is asked from the target and the target has none of that shape.
     """
+    require_start(config, target_dir=target_dir, num_target_layers=num_target_layers, start=start)
     generator = torch.Generator().manual_seed(seed)
-    head = Eagle3Head(config, draft_to_target_D=draft_to_target_D).float()
+    head = build_head(config, draft_to_target_D=draft_to_target_D).float()
     with torch.no_grad():
-        for parameter in head.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0.0, RANDOM_STD, generator=generator)
-        head.lm_head.weight.copy_(pieces.readout_VH[draft_to_target_D].float())
-        head.norm.weight.copy_(pieces.final_norm_H.float())
-        if from_target:
-            _copy_last_layer(head, weights=TargetWeights(target_dir), layer=num_target_layers - 1)
+        _randomise(head, generator=generator)
+        if isinstance(head, Eagle3Head):
+            if start.lm_head == "target":
+                head.lm_head.weight.copy_(pieces.readout_VH[draft_to_target_D].float())
+            if start.final_norm == "target":
+                head.norm.weight.copy_(pieces.final_norm_H.float())
+        if start.layer == "target":
+            _copy_layers(head, weights=TargetWeights(target_dir), num_target_layers=num_target_layers)
+            # The newest feature stands last in fc's input: the deepest captured layer, or the last hidden state.
+            head.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
+    freeze(head, train_lm_head=start.train_lm_head)
     return head
 
 
-def _copy_last_layer(head: Eagle3Head, *, weights: TargetWeights, layer: int) -> None:
-    tensors = {suffix: weights.find(f"layers.{layer}.{suffix}") for suffix in LAYER_SUFFIXES}
-    hidden = head.config.hidden_size
-    middle = head.midlayer
-    for suffix, tensor in tensors.items():
-        if tensor is None:
-            raise ValueError(f"the target has no layers.{layer}.{suffix}; set head.init_from_target=false")
-        name = suffix.removesuffix(".weight")
-        if name == "input_layernorm":
-            middle.hidden_norm.weight.copy_(tensor.float())
-            continue
-        parameter = middle.get_parameter(suffix)
-        wide = name.split(".")[-1] in ("q_proj", "k_proj", "v_proj")
-        expected = (parameter.shape[0], hidden) if wide else tuple(parameter.shape)
-        if tuple(tensor.shape) != expected:
+def freeze(head: DraftHead, *, train_lm_head: bool) -> None:
+    """Leave the readout as it is while training, when asked to."""
+    if isinstance(head, Eagle3Head):
+        head.lm_head.weight.requires_grad_(train_lm_head)
+
+
+def require_start(config: HeadConfig, *, target_dir: Path, num_target_layers: int, start: HeadStart) -> None:
+    """Fail before anything is spent when a head of this shape cannot start as asked.
+
+    Raises:
+        ValueError: names the setting, both shapes and the mend.
+    """
+    same_size = config.hidden_size == config.target_hidden_size
+    if config.kind == "eagle3" and not same_size:
+        for name, value, mend in (
+            ("lm_head", start.lm_head, "random"),
+            ("final_norm", start.final_norm, "ones"),
+            ("layer", start.layer, "random"),
+        ):
+            if value == "target":
+                raise ValueError(
+                    f"init.{name}=target needs the target's hidden size, and head.hidden_size={config.hidden_size} "
+                    f"differs from its {config.target_hidden_size}; set init.{name}={mend}"
+                )
+    if start.layer == "target":
+        _require_layers(config, weights=TargetWeights(target_dir), num_target_layers=num_target_layers)
+
+
+def layer_suffixes(config: HeadConfig) -> tuple[str, ...]:
+    """Names within a target's layer of everything that a draft layer can take from it."""
+    suffixes = [f"{name}.weight" for name in (*WIDE, "self_attn.o_proj")]
+    suffixes += [f"mlp.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")]
+    suffixes += ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    if config.layer == "qwen3":
+        suffixes += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+    return tuple(suffixes)
+
+
+def _require_layers(config: HeadConfig, *, weights: TargetWeights, num_target_layers: int) -> None:
+    hidden, head_dim = config.hidden_size, config.head_dim
+    query, key_value = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    expected = {
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.k_proj.weight": (key_value, hidden),
+        "self_attn.v_proj.weight": (key_value, hidden),
+        "self_attn.o_proj.weight": (hidden, query),
+        "mlp.gate_proj.weight": (config.intermediate_size, hidden),
+        "mlp.up_proj.weight": (config.intermediate_size, hidden),
+        "mlp.down_proj.weight": (hidden, config.intermediate_size),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_norm.weight": (head_dim,),
+        "self_attn.k_norm.weight": (head_dim,),
+    }
+    for layer in _source_layers(config, num_target_layers=num_target_layers):
+        for suffix in layer_suffixes(config):
+            shape = weights.shape(f"layers.{layer}.{suffix}")
+            if shape is None:
+                raise ValueError(
+                    f"the target has no layers.{layer}.{suffix}, so a draft layer cannot start from it; "
+                    "set init.layer=random"
+                )
+            if shape != expected[suffix]:
+                raise ValueError(
+                    f"head sizes differ from the target's layer {layer} ({suffix}: {shape} there, {expected[suffix]} in "
+                    "the head), so it cannot start from it; set init.layer=random or leave the head's sizes to the target's"
+                )
+        if config.layer == "llama" and weights.shape(f"layers.{layer}.self_attn.q_norm.weight") is not None:
             raise ValueError(
-                f"head sizes differ from the target's last layer ({suffix}: {tuple(tensor.shape)} against {expected}), "
-                "so it cannot start from it; set head.init_from_target=false or leave the head's sizes to the target's"
+                "the target's attention norms queries and keys, and a Llama-style draft layer does not, so it cannot "
+                "start from it; set head.layer=qwen3 or init.layer=random"
             )
-        if wide:
-            parameter[:, :hidden].copy_(0.5 * tensor.float())
-            parameter[:, hidden:].copy_(0.5 * tensor.float())
-        else:
-            parameter.copy_(tensor.float())
-    head.fc.weight[:, -hidden:] += torch.eye(hidden)
+
+
+def _source_layers(config: HeadConfig, *, num_target_layers: int) -> range:
+    return range(num_target_layers - config.num_layers, num_target_layers)
+
+
+def _randomise(head: DraftHead, *, generator: torch.Generator) -> None:
+    """Matrices normal, biases zero, norms one; fc first, so that its draw does not depend on the other choices."""
+    ordered = sorted(head.named_parameters(), key=lambda item: not item[0].startswith("fc."))
+    for name, parameter in ordered:
+        if parameter.dim() == 2:
+            parameter.normal_(0.0, RANDOM_STD, generator=generator)
+        elif name.endswith(".bias"):
+            parameter.zero_()
+
+
+def _copy_layers(head: DraftHead, *, weights: TargetWeights, num_target_layers: int) -> None:
+    sources = _source_layers(head.config, num_target_layers=num_target_layers)
+    for index, source in enumerate(sources):
+        layer = head.layers[index]
+        assert isinstance(layer, DraftLayer)
+        tensors = {
+            suffix: weights.require(f"layers.{source}.{suffix}").float() for suffix in layer_suffixes(head.config)
+        }
+        if index == 0:
+            tensors = _first_layer(tensors, kind=head.config.kind)
+        for suffix, tensor in tensors.items():
+            layer.get_parameter(suffix).copy_(tensor)
+        if head.config.attention_bias:
+            _copy_biases(layer, weights=weights, source=source)
+
+
+def _first_layer(tensors: dict[str, Tensor], *, kind: str) -> dict[str, Tensor]:
+    """The target's layer as the first layer of a head, whose input is another."""
+    tensors = dict(tensors)
+    norm_H = tensors.pop("input_layernorm.weight")
+    for name in WIDE:
+        weight = tensors[f"{name}.weight"]
+        tensors[f"{name}.weight"] = torch.cat((0.5 * weight, 0.5 * weight), dim=1) if kind == "eagle3" else weight * norm_H
+    if kind == "eagle3":
+        tensors["hidden_norm.weight"] = norm_H
+    return tensors
+
+
+def _copy_biases(layer: nn.Module, *, weights: TargetWeights, source: int) -> None:
+    """Biases of the target's attention where it has them; the others stay zero."""
+    for name, parameter in layer.named_parameters():
+        if name.startswith("self_attn.") and name.endswith("_proj.bias"):
+            tensor = weights.find(f"layers.{source}.{name}")
+            if tensor is not None:
+                parameter.copy_(tensor.float())

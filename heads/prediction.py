@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from eyas.heads.drafting import draft_from_slots, simulate_chains
-from eyas.heads.formats.vllm import read_head
+from eyas.heads.formats.read import read_head
 from eyas.heads.target import HiddenStateCapture, load_target_model, load_target_pieces
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,10 +53,12 @@ def _load(
     head_dir: Path, *, target_dir: Path, draft_length: int, dtype: torch.dtype, trust_remote_code: bool
 ) -> Predictor:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    head = read_head(head_dir).to(device)
-    embedding_VH = load_target_pieces(target_dir).embedding_VH.float().to(device)
+    pieces = load_target_pieces(target_dir).to(device)
+    embedding_VH, readout_VH = pieces.embedding_VH.float(), pieces.readout_VH.float()
     model = load_target_model(target_dir, dtype=dtype, trust_remote_code=trust_remote_code).to(device)
-    capture = HiddenStateCapture(model, capture_layers=head.config.capture_layers)
+    head = read_head(head_dir, num_target_layers=model.config.get_text_config().num_hidden_layers).to(device)
+    capture = HiddenStateCapture(model, capture_layers=head.config.capture_layers or ())
+    readout_DH = readout_VH[head.draft_to_target_D]
 
     def predict(token_ids: list[int], num_prompt_tokens: int) -> list[int]:
         token_ids_T = torch.tensor(token_ids, device=device)
@@ -64,12 +66,14 @@ def _load(
         slots_S = torch.arange(num_prompt_tokens - 1, len(token_ids) - 2, device=device)
         if slots_S.numel() == 0:
             return []
-        captured_BTX, _ = capture(token_ids_T[None])
+        captured_BTX, last_BTH = capture(token_ids_T[None])
+        states_BTX = captured_BTX if head.feature_source == "captured" else last_BTH
         draft_SK = draft_from_slots(
             head,
             embedding_VH=embedding_VH,
+            target_readout_DH=readout_DH,
             token_ids_T=token_ids_T,
-            captured_TX=captured_BTX[0].float(),
+            states_TX=states_BTX[0].float(),
             slots_S=slots_S,
             num_tokens=draft_length,
         )

@@ -19,19 +19,6 @@ from torch import Tensor, nn
 
 from eyas.heads.files import read_json
 
-LAYER_SUFFIXES = (
-    "self_attn.q_proj.weight",
-    "self_attn.k_proj.weight",
-    "self_attn.v_proj.weight",
-    "self_attn.o_proj.weight",
-    "mlp.gate_proj.weight",
-    "mlp.up_proj.weight",
-    "mlp.down_proj.weight",
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-)
-
-
 @dataclass(frozen=True)
 class TargetPieces:
     """Frozen weights of the target that a head works with, as stored (usually bfloat16 or float32)."""
@@ -58,6 +45,13 @@ class TargetWeights:
         Raises:
             ValueError: several tensors match, so the choice would be a guess.
         """
+        name = self._name(suffix)
+        if name is None:
+            return None
+        with safe_open(self._file_of[name], framework="pt") as weights:
+            return weights.get_tensor(name)
+
+    def _name(self, suffix: str) -> str | None:
         names = [name for name in self._file_of if name == suffix or name.endswith("." + suffix)]
         if not names:
             return None
@@ -65,8 +59,15 @@ class TargetWeights:
             raise ValueError(
                 f"the target {self.target_dir} has several tensors called {suffix}: {', '.join(sorted(names))}"
             )
-        with safe_open(self._file_of[names[0]], framework="pt") as weights:
-            return weights.get_tensor(names[0])
+        return names[0]
+
+    def shape(self, suffix: str) -> tuple[int, ...] | None:
+        """Shape of the tensor that `find` would return, read without its data."""
+        name = self._name(suffix)
+        if name is None:
+            return None
+        with safe_open(self._file_of[name], framework="pt") as weights:
+            return tuple(weights.get_slice(name).get_shape())
 
     def require(self, suffix: str) -> Tensor:
         """As `find`, but a missing tensor is a ValueError."""
@@ -125,15 +126,18 @@ class HiddenStateCapture:
 
     @torch.inference_mode()
     def __call__(self, token_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Captured states [B, T, A*H] and last state [B, T, H].
+        """Captured states [B, T, A*H] and last state [B, T, H]; [B, T, 0] when no layer is captured.
 
         No attention mask is passed: with right padding and causal attention no real token ever sees a padded one, and
         without a mask the fused causal kernel is used.
         """
         output = self.decoder(input_ids=token_ids_BT, use_cache=False)
+        last_BTH: Tensor = output.last_hidden_state
+        if not self.capture_layers:
+            return last_BTH[..., :0], last_BTH
         captured_BTX = torch.cat([self._captured[layer] for layer in self.capture_layers], dim=-1)
         self._captured.clear()
-        return captured_BTX, output.last_hidden_state
+        return captured_BTX, last_BTH
 
 
 def _tensor_files(target_dir: Path) -> dict[str, Path]:

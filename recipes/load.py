@@ -18,7 +18,8 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from eyas.recipes.schema import Recipe, Section
+from eyas.recipes.schema import Recipe
+from eyas.recipes.section import Section
 
 BUILTIN_SCHEME = "builtin:"
 

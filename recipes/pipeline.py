@@ -11,8 +11,9 @@ from eyas.recipes.distributed import launched_processes, train_in_processes
 from eyas.recipes.load import dump_recipe, resolve_builtin
 from eyas.recipes.run import Run, open_run, stage_names
 from eyas.recipes.schema import Recipe
-from eyas.recipes.stage import Stage, run_lock, run_stage, stage_status
+from eyas.recipes.stage import MANIFEST, Stage, run_lock, run_stage, stage_status
 from eyas.recipes.stages import STAGES
+from eyas.recipes.train_stages import require_head_possible
 
 Say = Callable[[str], None]
 
@@ -32,6 +33,7 @@ def run_until(recipe: Recipe, *, last: str, say: Say) -> Run:
         write_json(
             run.run_dir / "target.json", {"directory": str(run.target_dir), "fingerprint": run.target_fingerprint}
         )
+        _require_head_possible(run, last=last)
         for name in stage_names(recipe, last=last):
             _run_one(STAGES[name](run), run_dir=run.run_dir, say=say)
     return run
@@ -62,6 +64,12 @@ def _run_one(stage: Stage, *, run_dir: Path, say: Say) -> None:
         say(f"{stage.name}: done in {time.monotonic() - start:.1f} s")
     else:
         say(f"{stage.name}: skipped, {run_dir / stage.name} stands")
+
+
+def _require_head_possible(run: Run, *, last: str) -> None:
+    """Fail before features are extracted when the head cannot be made for the target, unless it has been made."""
+    if "train" in stage_names(run.recipe, last=last) and not (run.directory("train") / MANIFEST).is_file():
+        require_head_possible(run)
 
 
 def _require_conversations(recipe: Recipe) -> None:

@@ -39,7 +39,7 @@ def _stage_word(run: Run, name: str) -> str:
 
 def _estimate_lines(run: Run, *, shape: TargetShape) -> list[str]:
     recipe = run.recipe
-    captured = num_captured(recipe.features)
+    captured = num_captured(recipe.features, kind=recipe.head.kind)
     parameters = head_parameters(recipe.head, target=shape, captured=captured)
     per_token = feature_bytes(1, hidden_size=shape.hidden_size, captured=captured, dtype=recipe.features.dtype)
     tokens, how = _tokens(run)

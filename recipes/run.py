@@ -42,6 +42,8 @@ def stage_names(recipe: Recipe, *, last: str) -> list[str]:
     """Names of the stages of `recipe` up to and including `last`."""
     assert last in STAGE_NAMES, last
     names = list(STAGE_NAMES[: STAGE_NAMES.index(last) + 1])
+    if last == "score" and recipe.score.head is not None:
+        names = ["score"]  # a head from elsewhere: nothing is made before it is measured
     return ["regenerate", *names] if recipe.data.regenerate else names
 
 

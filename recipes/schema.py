@@ -13,33 +13,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from eyas.recipes.schema_head import Head, Init
+from eyas.recipes.schema_train import Train
+from eyas.recipes.section import DType, Number, Section, Threads
 
 MIN_MAX_LENGTH = 8
 """Tokens below which a conversation holds no user turn, answer and chain worth drafting."""
 
 HUMANEVAL_SIZE = 164
 
-_FLOAT_TEXT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _PACKAGE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-
-
-def _read_float_text(value: Any) -> Any:
-    """Turn text such as "2e-4" into the float it was meant to be; leave everything else to the type check."""
-    return float(value) if isinstance(value, str) and _FLOAT_TEXT.fullmatch(value) else value
-
-
-Number = Annotated[float, BeforeValidator(_read_float_text)]
-Threads = Annotated[int, Field(gt=0)] | None
-DType = Literal["bfloat16", "float16", "float32"]
-
-
-class Section(BaseModel):
-    """Base of every section: immutable, closed, strict, without NaN or infinity."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Target(Section):
@@ -124,62 +111,18 @@ class Features(Section):
         return layers
 
 
-class Head(Section):
-    """Shape and start of the draft head."""
-
-    kind: Literal["eagle3"] = Field(default="eagle3", description="architecture")
-    draft_vocab_size: int = Field(default=8192, ge=2, description="tokens the head can draft: the most frequent ones")
-    intermediate_size: int | None = Field(default=None, gt=0, description="width of the MLP; null = the target's")
-    num_attention_heads: int | None = Field(default=None, gt=0, description="query heads; null = the target's")
-    num_key_value_heads: int | None = Field(default=None, gt=0, description="key and value heads; null = the target's")
-    head_dim: int | None = Field(default=None, gt=0, multiple_of=2, description="width of a head; null = the target's")
-    init_from_target: bool = Field(default=True, description="start norms, MLP and lm_head from the target's weights")
-
-    @model_validator(mode="after")
-    def _check_heads(self) -> Self:
-        query, key_value = self.num_attention_heads, self.num_key_value_heads
-        if query is not None and key_value is not None and query % key_value:
-            raise ValueError(f"num_attention_heads {query} is no multiple of num_key_value_heads {key_value}")
-        return self
-
-
-class Train(Section):
-    """Optimisation, held-out evaluation and checkpoints."""
-
-    epochs: int = Field(default=2, gt=0, description="passes over the training conversations")
-    batch_tokens: int = Field(default=1024, gt=0, description="tokens of one optimizer step")
-    ttt_steps: int = Field(default=3, ge=1, description="training-time-test steps: how deep the head learns to draft")
-    ttt_warmup_share: Number = Field(default=0.3, ge=0, le=1, description="share of training with growing depth")
-    step_decay: Number = Field(default=0.8, gt=0, le=1, description="weight of a TTT step relative to the one before")
-    learning_rate: Number = Field(default=1e-3, gt=0, description="peak learning rate")
-    warmup_share: Number = Field(default=0.03, ge=0, lt=1, description="share of training with rising learning rate")
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description="learning rate after warm-up"
-    )
-    weight_decay: Number = Field(default=0.0, ge=0, description="AdamW weight decay")
-    betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = Field(
-        default=(0.9, 0.95), strict=False, description="AdamW betas"
-    )
-    max_grad_norm: Number = Field(default=1.0, gt=0, description="gradients are clipped to this global norm")
-    precision: Literal["bf16", "fp32"] = Field(default="bf16", description="of the forward; weights stay fp32")
-    evaluate_every: int = Field(default=100, gt=0, description="steps between held-out evaluations")
-    evaluate_conversations: int = Field(default=32, gt=0, description="held-out conversations of one evaluation")
-    chain_length: int = Field(default=3, ge=1, description="drafted tokens k of the held-out tau")
-    checkpoint_every: int = Field(default=100, gt=0, description="steps between checkpoints")
-    log_every: int = Field(default=10, gt=0, description="steps between lines of metrics.jsonl")
-    threads: Threads = Field(default=None, description="CPU threads; null = all cores")
-    tracker: Literal["none", "wandb"] = Field(default="none", description="where metrics go besides metrics.jsonl")
-
-
 class Export(Section):
     """The form in which the head leaves."""
 
-    format: Literal["vllm"] = Field(default="vllm", description="directory format")
+    format: Literal["vllm", "speculators", "eagle-repo"] = Field(default="vllm", description="directory format")
 
 
 class Score(Section):
     """Measurement in real vLLM: plain decoding against the head."""
 
+    head: str | None = Field(
+        default=None, min_length=1, description="measure this head directory as it is; nothing is trained or exported"
+    )
     draft_lengths: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         default=(3, 1),
         strict=False,
@@ -234,9 +177,29 @@ class Recipe(Section):
     data: Data
     features: Features = Features()
     head: Head = Head()
+    init: Init = Init()
     train: Train = Train()
     export: Export = Export()
     score: Score = Score()
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        if self.head.kind == "eagle":
+            eagle3_only = {
+                "features.capture_layers": self.features.capture_layers is not None,
+                "init.lm_head": self.init.lm_head != "target",
+                "init.train_lm_head": self.init.train_lm_head is True,
+                "init.final_norm": self.init.final_norm != "target",
+            }
+            for key, used in eagle3_only.items():
+                if used:
+                    raise ValueError(f"{key}: an EAGLE head has no such part; remove it or set head.kind=eagle3")
+        elif self.train.feature_loss_weight or self.train.feature_noise != "none":
+            key = "feature_loss_weight" if self.train.feature_loss_weight else "feature_noise"
+            raise ValueError(
+                f"train.{key}: belongs to EAGLE, whose feature is the target's hidden state; remove it or set head.kind=eagle"
+            )
+        return self
 
     @property
     def run_directory(self) -> Path:

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -96,6 +96,11 @@ def run_stage(stage: Stage, *, run_dir: Path) -> bool:
     )
     _publish(final)
     return True
+
+
+def without(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Settings that change a stage's result: all but `names`."""
+    return {name: value for name, value in settings.items() if name not in names}
 
 
 def partial_directory(stage: Stage, *, run_dir: Path) -> Path:

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from eyas.heads.files import read_json
-from eyas.heads.formats.vllm import check_head
+from eyas.heads.formats.check import check_head, errors
+from eyas.heads.initialise import HeadStart
 from eyas.train.loop import Trainer
 from eyas.train.optim import learning_rate_at
 from eyas.train.tracking import METRICS_NAME, read_metrics
@@ -50,7 +51,7 @@ def _curve(out_dir: Path) -> list[dict[str, float]]:
 def test_training_lowers_the_loss_and_leaves_a_valid_head(finished: Path, inputs: tuple[Path, Path, Path]) -> None:
     losses = [record["kl_1"] for record in _curve(finished) if "kl_1" in record]
     assert losses[-1] < 0.7 * losses[0]
-    assert check_head(finished / "head", target_dir=inputs[0]) == []
+    assert errors(check_head(finished / "head", target_dir=inputs[0])) == []
     heldout = read_json(finished / "heldout.json")
     assert 1.0 <= heldout["heldout_tau"] <= 4.0
     assert heldout["heldout_conversations"] == 4
@@ -158,7 +159,7 @@ def test_two_processes_train_one_head(inputs: tuple[Path, Path, Path], tmp_path:
     single = tmp_path / "single"
     _train(single, inputs, loop=training.shorter(training.LOOP, epochs=1, batch_tokens=240))
     assert curve[0]["kl_1"] == pytest.approx(_curve(single)[0]["kl_1"], rel=0.2)
-    assert check_head(run / "head", target_dir=inputs[0]) == []
+    assert errors(check_head(run / "head", target_dir=inputs[0])) == []
 
 
 def test_unjoined_processes_are_refused(
@@ -170,13 +171,13 @@ def test_unjoined_processes_are_refused(
 
 
 def test_a_head_that_cannot_start_from_the_target_is_refused(inputs: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="init_from_target=false"):
-        _train(tmp_path, inputs, sizes=training.sizes(intermediate_size=96))
+    with pytest.raises(ValueError, match=r"init\.layer=random"):
+        _train(tmp_path, inputs, plan=training.plan(intermediate_size=96))
+    random_layer = HeadStart(layer="random")
     counts = _train(
         tmp_path,
         inputs,
-        sizes=training.sizes(intermediate_size=96),
-        init_from_target=False,
+        plan=training.plan(intermediate_size=96, start=random_layer),
         loop=training.shorter(training.LOOP, epochs=1),
     )
     assert counts["steps"] > 0

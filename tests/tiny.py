@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from eyas.heads.build import build_head
 from eyas.heads.chat import TargetChat
 from eyas.heads.config import HeadConfig
-from eyas.heads.eagle3 import Eagle3Head
+from eyas.heads.head import DraftHead
 from eyas.train.data.conversations import read_conversations
 
 CHAT_TEMPLATE = (
@@ -106,31 +108,35 @@ def write_conversation_file(path: Path, *, train: int = 24, heldout: int = 4) ->
     return path
 
 
-def head_config(*, vocab_size: int = 100, draft_vocab_size: int = 40, hidden_size: int = 32) -> HeadConfig:
-    """A small head with grouped-query attention."""
-    return HeadConfig(
-        hidden_size=hidden_size,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=vocab_size,
-        draft_vocab_size=draft_vocab_size,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        max_position_embeddings=256,
-        capture_layers=CAPTURE_LAYERS,
-    )
+def head_config(**changes: Any) -> HeadConfig:
+    """A small EAGLE-3 head with grouped-query attention; every field can be changed."""
+    fields: dict[str, Any] = {
+        "hidden_size": 32,
+        "target_hidden_size": changes.get("hidden_size", 32),
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 100,
+        "draft_vocab_size": 40,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": 256,
+        "capture_layers": CAPTURE_LAYERS,
+    }
+    if changes.get("kind") == "eagle":
+        fields |= {"capture_layers": (), "draft_vocab_size": changes.get("vocab_size", fields["vocab_size"])}
+    return HeadConfig(**{**fields, **changes})
 
 
-def random_head(config: HeadConfig, *, seed: int = 0) -> Eagle3Head:
-    """A head with random weights everywhere, norms included, and a random draft vocabulary."""
+def random_head(config: HeadConfig, *, seed: int = 0) -> DraftHead:
+    """A head with random weights everywhere, norms and biases included, and a random draft vocabulary."""
     torch.manual_seed(seed)
     target_ids_D = torch.sort(torch.randperm(config.vocab_size)[: config.draft_vocab_size]).values
-    head = Eagle3Head(config, draft_to_target_D=target_ids_D)
+    head = build_head(config, draft_to_target_D=target_ids_D)
     with torch.no_grad():
-        for parameter in head.parameters():
+        for name, parameter in head.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 2 else 0.2))
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 and not name.endswith(".bias"):
                 parameter.add_(1.0)
     return head

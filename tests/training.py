@@ -9,7 +9,13 @@ from typing import Any
 from eyas.train.data.prepare import prepare
 from eyas.train.features.extract import extract
 from eyas.train.loop import LoopSettings
-from eyas.train.run import HeadSizes, run_training
+from eyas.heads.initialise import HeadStart
+from eyas.train.losses import TokenLoss
+from eyas.train.noise import FeatureNoise
+from eyas.train.objective import Losses
+from eyas.train.run import TrainedInputs, run_training
+from eyas.train.start import HeadPlan
+from eyas.train.tracking import METRICS_NAME, read_metrics
 from tests import tiny
 
 LOOP = LoopSettings(
@@ -22,6 +28,8 @@ LOOP = LoopSettings(
     warmup_share=0.1,
     schedule="cosine",
     max_grad_norm=1.0,
+    max_grad_value=None,
+    noise=FeatureNoise(kind="none", width=0.2),
     evaluate_every=5,
     checkpoint_every=4,
     log_every=1,
@@ -30,7 +38,9 @@ LOOP = LoopSettings(
 )
 
 
-def make_inputs(directory: Path, *, target: Path) -> tuple[Path, Path]:
+def make_inputs(
+    directory: Path, *, target: Path, capture_layers: tuple[int, ...] = tiny.CAPTURE_LAYERS
+) -> tuple[Path, Path]:
     """Tokens and features of a small conversation file: (tokens_dir, features_dir)."""
     tokens, features = directory / "prepare", directory / "features"
     tokens.mkdir(parents=True)
@@ -48,7 +58,7 @@ def make_inputs(directory: Path, *, target: Path) -> tuple[Path, Path]:
         features,
         tokens_dir=tokens,
         target_dir=target,
-        capture_layers=tiny.CAPTURE_LAYERS,
+        capture_layers=capture_layers,
         dtype="float32",
         batch_tokens=512,
         threads=None,
@@ -62,8 +72,8 @@ def train(
 ) -> dict[str, Any]:
     """Run the train stage in this process in float32."""
     arguments: dict[str, Any] = {
-        "sizes": sizes(),
-        "init_from_target": True,
+        "plan": plan(),
+        "losses": Losses(token=TokenLoss()),
         "weight_decay": 0.01,
         "betas": (0.9, 0.95),
         "precision": "no",
@@ -76,23 +86,42 @@ def train(
     out_dir.mkdir(parents=True, exist_ok=True)
     return run_training(
         out_dir,
-        features_dir=features,
-        tokens_dir=tokens,
-        target_dir=target,
+        inputs=TrainedInputs(features_dir=features, tokens_dir=tokens, target_dir=target),
         loop=loop,
         **(arguments | changes),
     )
 
 
-def sizes(*, intermediate_size: int | None = None) -> HeadSizes:
-    """A draft vocabulary of 128 tokens, and the target's sizes unless one is given."""
-    return HeadSizes(
-        draft_vocab_size=128,
-        intermediate_size=intermediate_size,
+def plan(**changes: Any) -> HeadPlan:
+    """An EAGLE-3 head with a draft vocabulary of 128 tokens and the target's sizes, with some fields changed."""
+    standard = HeadPlan(
+        kind="eagle3",
+        layer="llama",
+        num_layers=1,
+        hidden_size=None,
+        intermediate_size=None,
         num_attention_heads=None,
         num_key_value_heads=None,
         head_dim=None,
+        attention_bias=False,
+        sliding_window=None,
+        norm_before_residual=False,
+        norm_before_fc=False,
+        fc_norm=False,
+        norm_output=False,
+        fc_bias=False,
+        draft_vocab_size=128,
+        draft_coverage=0.97,
+        vocabulary="data",
+        start=HeadStart(),
+        init_head=None,
     )
+    return replace(standard, **changes)
+
+
+def metrics(out_dir: Path) -> list[dict[str, Any]]:
+    """Records of a run's metrics file."""
+    return read_metrics(out_dir / METRICS_NAME)
 
 
 def shorter(loop: LoopSettings, **changes: Any) -> LoopSettings:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eyas.heads.head import FeatureSource
 from eyas.heads.slots import serving_slots
 from eyas.train.features.store import Document
 
@@ -22,26 +23,34 @@ from eyas.train.features.store import Document
 class TrainingDocument:
     """A document as the objective reads it: drafting tokens, features, and the slots of each step.
 
-    Tokens run over slots 0..T-1 plus one, since slot t reads the embedding of token t+1. `slots[i]` are the slots that
+    Tokens run over slots 0..T-1 plus one, since slot t reads the embedding of token t+1. `states_TX` are the target's
+    states that the head reads, `last_TH` those after the final norm that it is judged by. `slots[i]` are the slots that
     the server drafts from at step i.
     """
 
     next_ids_T: Tensor
-    captured_TX: Tensor
+    states_TX: Tensor
     last_TH: Tensor
     slots: list[Tensor]
 
 
-def training_document(document: Document, *, num_steps: int, device: torch.device) -> TrainingDocument:
-    """Cut a stored document to what `num_steps` steps of training need, on `device`."""
+def training_document(
+    document: Document, *, source: FeatureSource, num_steps: int, device: torch.device
+) -> TrainingDocument:
+    """Cut a stored document to what `num_steps` steps of training a head that reads `source` need, on `device`."""
     slots = serving_slots(document.answer_mask_T, num_steps=num_steps)
     # Features behind the last trained slot are read by nothing but its targets.
     return TrainingDocument(
         next_ids_T=document.token_ids_T[1:].to(device),
-        captured_TX=document.captured_TX[:-1].to(device),
+        states_TX=states_of(document, source=source)[:-1].to(device),
         last_TH=document.last_TH.to(device),
         slots=[slots_S.to(device) for slots_S in slots],
     )
+
+
+def states_of(document: Document, *, source: FeatureSource) -> Tensor:
+    """The target's states [T, X] of a document that a head reads."""
+    return document.captured_TX if source == "captured" else document.last_TH
 
 
 def run_batches(

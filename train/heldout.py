@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from eyas.heads.drafting import ChainStatistics, chain_statistics, draft_from_slots, simulate_chains
-from eyas.heads.eagle3 import Eagle3Head
+from eyas.heads.head import DraftHead
 from eyas.heads.slots import contiguous_runs, serving_slots
+from eyas.train.batches import states_of
 from eyas.train.features.store import Document
 
 
 def heldout_statistics(
-    head: Eagle3Head,
+    head: DraftHead,
     documents: Iterable[Document],
     *,
     embedding_VH: Tensor,
+    target_readout_DH: Tensor,
     num_tokens: int,
     device: torch.device,
     autocast: torch.dtype | None,
@@ -30,20 +32,32 @@ def heldout_statistics(
     """Chain acceptance over `documents` with `num_tokens` drafted tokens a step.
 
     Args:
-        embedding_VH: the target's embedding on `device`, float32.
+        embedding_VH: the target's embedding on `device`, float32. target_readout_DH: the target's readout rows of the
+            draft vocabulary on `device`, read by heads without a readout of their own.
         autocast: dtype of matrix products, or None for float32 throughout.
     """
     accepted: list[int] = []
     with torch.autocast(device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
         for document in documents:
             accepted += _document_chains(
-                head, document, embedding_VH=embedding_VH, num_tokens=num_tokens, device=device
+                head,
+                document,
+                embedding_VH=embedding_VH,
+                target_readout_DH=target_readout_DH,
+                num_tokens=num_tokens,
+                device=device,
             )
     return chain_statistics(accepted, num_tokens=num_tokens)
 
 
 def _document_chains(
-    head: Eagle3Head, document: Document, *, embedding_VH: Tensor, num_tokens: int, device: torch.device
+    head: DraftHead,
+    document: Document,
+    *,
+    embedding_VH: Tensor,
+    target_readout_DH: Tensor,
+    num_tokens: int,
+    device: torch.device,
 ) -> list[int]:
     slots_S = serving_slots(document.answer_mask_T, num_steps=1)[0]
     if slots_S.numel() == 0:
@@ -51,8 +65,9 @@ def _document_chains(
     draft_SK = draft_from_slots(
         head,
         embedding_VH=embedding_VH,
+        target_readout_DH=target_readout_DH,
         token_ids_T=document.token_ids_T.to(device),
-        captured_TX=document.captured_TX.to(device, torch.float32),
+        states_TX=states_of(document, source=head.feature_source).to(device, torch.float32),
         slots_S=slots_S.to(device),
         num_tokens=num_tokens,
     ).cpu()

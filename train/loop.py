@@ -5,9 +5,8 @@ Everything that decides what a step does is here and fits on a screen; what a st
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from eyas.heads.eagle3 import Eagle3Head
-from eyas.heads.formats.vllm import write_head
+from eyas.heads.formats.write import write_head
+from eyas.heads.head import DraftHead
 from eyas.train.batches import TrainingDocument, run_batches, training_document
 from eyas.train.checkpoint import (
     TrainingState,
@@ -29,8 +28,9 @@ from eyas.train.checkpoint import (
 )
 from eyas.train.features.store import Document, FeatureStore
 from eyas.train.heldout import heldout_statistics
-from eyas.train.losses import DistillationResult
-from eyas.train.objective import batch_loss, step_weights
+from eyas.train.metrics import StepMetrics, Window
+from eyas.train.noise import FeatureNoise
+from eyas.train.objective import Losses, batch_loss, step_weights
 from eyas.train.optim import Schedule, learning_rate_at, set_learning_rate
 from eyas.train.preemption import StopRequest, stop_on_signals
 from eyas.train.tracking import METRICS_NAME, Both, JsonLines, NoTracker, Tracker
@@ -49,6 +49,8 @@ class LoopSettings:
     warmup_share: float
     schedule: Schedule
     max_grad_norm: float
+    max_grad_value: float | None
+    noise: FeatureNoise
     evaluate_every: int
     checkpoint_every: int
     log_every: int
@@ -60,26 +62,30 @@ class HeadObjective(nn.Module):
     """Head and loss in one module, so that a distributed wrapper sees one forward call per step."""
 
     embedding_VH: Tensor
-    teacher_readout_DH: Tensor
+    target_readout_DH: Tensor
 
-    def __init__(self, head: Eagle3Head, *, embedding_VH: Tensor, teacher_readout_DH: Tensor) -> None:
+    def __init__(
+        self, head: DraftHead, *, embedding_VH: Tensor, target_readout_DH: Tensor, losses: Losses
+    ) -> None:
         super().__init__()
         self.head = head
+        self.losses = losses
         self.register_buffer("embedding_VH", embedding_VH, persistent=False)
-        self.register_buffer("teacher_readout_DH", teacher_readout_DH, persistent=False)
+        self.register_buffer("target_readout_DH", target_readout_DH, persistent=False)
 
     def forward(
         self, documents: Sequence[TrainingDocument], row_weights: Sequence[float]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, and the sums of KL and hits of each step."""
-        result: DistillationResult = batch_loss(
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Loss, and the sums of KL, hits and feature distances of each step."""
+        result = batch_loss(
             self.head,
             documents,
             embedding_VH=self.embedding_VH,
-            teacher_readout_DH=self.teacher_readout_DH,
+            target_readout_DH=self.target_readout_DH,
             row_weights=row_weights,
+            losses=self.losses,
         )
-        return result.loss, result.kl_sums_K, result.hits_K
+        return result.loss, result.kl_sums_K, result.hits_K, result.feature_sums_K
 
 
 @dataclass
@@ -163,9 +169,9 @@ class Trainer:
             schedule=settings.schedule,
         )
         set_learning_rate(self.optimizer, rate)
-        loss, kl_sums_K, hits_K = self.model(documents, weights)
+        loss, kl_sums_K, hits_K, feature_sums_K = self.model(documents, weights)
         self.accelerator.backward(loss)
-        norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), settings.max_grad_norm)
+        norm = self._clip_gradients()
         self.optimizer.step()
         self.optimizer.zero_grad()
         tokens = torch.tensor(sum(document.last_TH.shape[0] for document in documents), device=rows_K.device)
@@ -173,10 +179,19 @@ class Trainer:
             rows_K=rows_K,
             kl_sums_K=self._sum(kl_sums_K.detach()),
             hits_K=self._sum(hits_K),
-            grad_norm=float(norm) if norm is not None else 0.0,
+            feature_sums_K=self._sum(feature_sums_K),
+            grad_norm=norm,
             learning_rate=rate,
             tokens=int(self._sum(tokens)),
         )
+
+    def _clip_gradients(self) -> float:
+        """Clip by value when asked to, then by global norm; the norm before the latter."""
+        parameters = [parameter for parameter in self.objective.parameters() if parameter.requires_grad]
+        if self.settings.max_grad_value is not None:
+            self.accelerator.clip_grad_value_(parameters, self.settings.max_grad_value)
+        norm = self.accelerator.clip_grad_norm_(parameters, self.settings.max_grad_norm)
+        return float(norm) if norm is not None else 0.0
 
     def _evaluate(self) -> None:
         """Held-out tau on the main process; a new best head is kept as a head directory."""
@@ -186,6 +201,7 @@ class Trainer:
                 self.head,
                 self.heldout,
                 embedding_VH=self.objective.embedding_VH,
+                target_readout_DH=self.objective.target_readout_DH,
                 num_tokens=self.settings.chain_length,
                 device=self.accelerator.device,
                 autocast=torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None,
@@ -228,8 +244,19 @@ class Trainer:
         return self.accelerator.reduce(value, reduction="sum") if self.accelerator.num_processes > 1 else value  # type: ignore[return-value]
 
     def _documents(self, batch: list[int]) -> list[TrainingDocument]:
-        steps, device = self.settings.ttt_steps, self.accelerator.device
-        return [training_document(self.store[index], num_steps=steps, device=device) for index in batch]
+        settings, documents = self.settings, []
+        for index in batch:
+            document = training_document(
+                self.store[index],
+                source=self.head.feature_source,
+                num_steps=settings.ttt_steps,
+                device=self.accelerator.device,
+            )
+            states_TX = settings.noise.apply(
+                document.states_TX, seed=settings.seed, step=self.state.step, document=index
+            )
+            documents.append(replace(document, states_TX=states_TX))
+        return documents
 
     def _progress(self, total: int) -> tqdm:
         return tqdm(
@@ -239,42 +266,3 @@ class Trainer:
             desc="train",
             disable=None if self.is_main else True,
         )
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """Sums over all processes of one step; vectors have one entry a TTT step."""
-
-    rows_K: Tensor
-    kl_sums_K: Tensor
-    hits_K: Tensor
-    grad_norm: float
-    learning_rate: float
-    tokens: int
-
-
-class Window:
-    """Metrics of the steps since the last log line."""
-
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self.steps: list[StepMetrics] = []
-        self.num_steps = 0
-
-    def add(self, metrics: StepMetrics, *, num_steps: int) -> None:
-        """Take in one step; when the number of TTT steps changes, only the steps both have are reported."""
-        self.num_steps = min(self.num_steps, num_steps) if self.steps else num_steps
-        self.steps.append(metrics)
-
-    def record(self) -> dict[str, float]:
-        """Mean KL (nats a row) and teacher agreement of each TTT step, and speed in tokens a second."""
-        record: dict[str, float] = {
-            "learning_rate": self.steps[-1].learning_rate,
-            "grad_norm": sum(step.grad_norm for step in self.steps) / len(self.steps),
-            "tokens_per_second": sum(step.tokens for step in self.steps) / (time.perf_counter() - self.started),
-        }
-        for i in range(self.num_steps):
-            rows = max(1, sum(int(step.rows_K[i]) for step in self.steps))
-            record[f"kl_{i + 1}"] = sum(float(step.kl_sums_K[i]) for step in self.steps) / rows
-            record[f"accuracy_{i + 1}"] = sum(int(step.hits_K[i]) for step in self.steps) / rows
-        return record

@@ -2,126 +2,144 @@
 
 Step 0 at slot t reads the target's feature; step i reads the head's own output of step i-1 at the same slot and the
 embedding of token t+1+i, and attends to the step-0 keys up to t and to its own keys of steps 1..i (EAGLE-3, section 3;
-the equations are in heads/eagle3.py and heads/attention.py).
+for EAGLE the same is the harmonised context alignment of HASS). heads/chain.py has the computation.
 
 Trained-slot gathering. In a one-layer head the output at slot t is needed only for slot t's own loss and later steps;
 every other slot is needed only for its step-0 key and value. So all slots pay for fc, norms, keys and values once, and
 only the slots that the server drafts from (heads/slots.py) pay for queries, output projection, MLP, readout and later
-steps. The result is exact; `dense_hidden_states` is the reference that computes every slot at every step.
+steps. In a deeper head this holds for the last layer. The result is exact; `dense_hidden_states` is the reference that
+computes every slot at every step.
 
-Shapes: T slots, S_i slots trained at step i, X = A*H captured width, H hidden, K steps.
+Shapes: T slots, S_i slots trained at step i, H hidden, K steps, R rows (slot and step pairs), P target positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from eyas.heads.attention import chain_attention, dense_chain_attention
-from eyas.heads.drafting import stack_steps
-from eyas.heads.eagle3 import Eagle3Head
+from eyas.heads.chain import Chains, dense_outputs
+from eyas.heads.head import DraftHead
 from eyas.train.batches import TrainingDocument
-from eyas.train.losses import DistillationResult, StepRows, chunked_distillation
+from eyas.train.losses import StepRows, TokenLoss, chunked_distillation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """What a row's loss is made of.
+
+    Attributes:
+        token: terms on the token distributions.
+        feature_weight: weight of the smooth L1 distance to the target's last hidden state (EAGLE).
+        detach: cut the gradient between steps at the feature that is fed back, as HASS does.
+    """
+
+    token: TokenLoss
+    feature_weight: float = 0.0
+    detach: bool = False
+
+
+@dataclass(frozen=True)
+class ObjectiveResult:
+    """`loss` is differentiable; the sums per step are for metrics: KL, rows whose argmax is the teacher's, smooth L1."""
+
+    loss: Tensor
+    kl_sums_K: Tensor
+    hits_K: Tensor
+    feature_sums_K: Tensor
 
 
 def batch_loss(
-    head: Eagle3Head,
+    head: DraftHead,
     documents: Sequence[TrainingDocument],
     *,
     embedding_VH: Tensor,
-    teacher_readout_DH: Tensor,
+    target_readout_DH: Tensor,
     row_weights: Sequence[float],
-) -> DistillationResult:
+    losses: Losses,
+) -> ObjectiveResult:
     """Loss of a batch of documents over `len(row_weights)` steps, every row of step i counting `row_weights[i]`."""
     num_steps = len(row_weights)
     hidden: list[list[Tensor]] = [[] for _ in range(num_steps)]
     positions: list[list[Tensor]] = [[] for _ in range(num_steps)]
     base = 0
     for document in documents:
-        outputs = trained_hidden_states(head, document, embedding_VH=embedding_VH, num_steps=num_steps)
+        outputs = trained_hidden_states(
+            head, document, embedding_VH=embedding_VH, num_steps=num_steps, detach=losses.detach
+        )
         for step, output_SH in enumerate(outputs):
             hidden[step].append(output_SH)
             # The output at slot t, step i predicts the distribution that the target gives at position t+1+i.
             positions[step].append(document.slots[step] + 1 + step + base)
         base += document.last_TH.shape[0]
+    outputs_K = [torch.cat(rows) for rows in hidden]
+    positions_K = [torch.cat(rows) for rows in positions]
+    last_PH = torch.cat([document.last_TH for document in documents])
     rows = [
-        StepRows(hidden_RH=head.norm(torch.cat(hidden[step])), positions_R=torch.cat(positions[step]), weight=weight)
-        for step, weight in enumerate(row_weights)
+        StepRows(hidden_RH=head.readout_input(output_RH), positions_R=positions_R, weight=weight)
+        for output_RH, positions_R, weight in zip(outputs_K, positions_K, row_weights, strict=True)
     ]
-    return chunked_distillation(
+    tokens = chunked_distillation(
         rows,
-        readout_DH=head.lm_head.weight,
-        teacher_hidden_PH=torch.cat([document.last_TH for document in documents]),
-        teacher_readout_DH=teacher_readout_DH,
+        readout_DH=head.readout(target_readout_DH),
+        teacher_hidden_PH=last_PH,
+        teacher_readout_DH=target_readout_DH,
+        terms=losses.token,
+    )
+    if losses.feature_weight == 0.0:
+        return ObjectiveResult(tokens.loss, tokens.kl_sums_K, tokens.hits_K, torch.zeros_like(tokens.kl_sums_K))
+    distances_K = feature_distances(outputs_K, positions_K, last_PH=last_PH)
+    weights_K = torch.tensor(row_weights, device=distances_K.device)
+    loss = tokens.loss + losses.feature_weight * (distances_K * weights_K).sum()
+    return ObjectiveResult(loss, tokens.kl_sums_K, tokens.hits_K, distances_K.detach())
+
+
+def feature_distances(outputs_K: Sequence[Tensor], positions_K: Sequence[Tensor], *, last_PH: Tensor) -> Tensor:
+    """Sum over the rows of each step of the mean smooth L1 distance to the target's hidden state (EAGLE, eq. 1), [K]."""
+    return torch.stack(
+        [
+            F.smooth_l1_loss(output_RH.float(), last_PH[positions_R].float(), reduction="none").mean(dim=-1).sum()
+            for output_RH, positions_R in zip(outputs_K, positions_K, strict=True)
+        ]
     )
 
 
 def trained_hidden_states(
-    head: Eagle3Head, document: TrainingDocument, *, embedding_VH: Tensor, num_steps: int
+    head: DraftHead, document: TrainingDocument, *, embedding_VH: Tensor, num_steps: int, detach: bool = False
 ) -> list[Tensor]:
     """Outputs o^i [S_i, H] of the trained slots at each step."""
-    feature_TH = head.fuse(document.captured_TX.to(head.fc.weight.dtype))
-    input_TX = head.layer_input(embedding_VH[document.next_ids_T].to(feature_TH.dtype), feature_TH=feature_TH)
-    rotations_T = head.rotations(torch.arange(feature_TH.shape[0], device=feature_TH.device))
-    key_TME, value_TME = head.keys_values(input_TX, rotations=rotations_T)
-    slots_S = document.slots[0]
-    feature_SH, input_SX = feature_TH[slots_S], input_TX[slots_S]
-    own_keys: list[Tensor] = []
-    own_values: list[Tensor] = []
-    outputs: list[Tensor] = []
-    for step in range(num_steps):
-        if step > 0:
-            # Later steps train a subset of the slots: the chains that still fit into the answer.
-            keep = torch.searchsorted(slots_S, document.slots[step])
-            slots_S = document.slots[step]
-            feature_SH = outputs[-1][keep]
-            own_keys, own_values = ([own[keep] for own in kept] for kept in (own_keys, own_values))
-            token_ids_S = document.next_ids_T[slots_S + step]
-            input_SX = head.layer_input(embedding_VH[token_ids_S].to(feature_SH.dtype), feature_TH=feature_SH)
-        rotations_S = head.rotations(slots_S + step)
-        if step > 0:
-            own_key_SME, own_value_SME = head.keys_values(input_SX, rotations=rotations_S)
-            own_keys.append(own_key_SME)
-            own_values.append(own_value_SME)
-        attended_SNE = chain_attention(
-            head.queries(input_SX, rotations=rotations_S),
-            key_TME=key_TME,
-            value_TME=value_TME,
-            own_key_SIME=stack_steps(own_keys, like=key_TME, num_slots=slots_S.shape[0]),
-            own_value_SIME=stack_steps(own_values, like=value_TME, num_slots=slots_S.shape[0]),
-            slots_S=slots_S,
-        )
-        outputs.append(head.finish(attended_SNE, feature_TH=feature_SH))
+    chains = Chains(
+        head,
+        states_TX=document.states_TX,
+        next_ids_T=document.next_ids_T,
+        embedding_VH=embedding_VH,
+        slots_S=document.slots[0],
+    )
+    outputs = [chains.outputs_SH]
+    for step in range(1, num_steps):
+        # Later steps train a subset of the slots: the chains that still fit into the answer.
+        chains.keep(document.slots[step])
+        outputs.append(chains.advance(document.next_ids_T[chains.slots_S + step], detach=detach))
     return outputs
 
 
 def dense_hidden_states(
-    head: Eagle3Head, document: TrainingDocument, *, embedding_VH: Tensor, num_steps: int
+    head: DraftHead, document: TrainingDocument, *, embedding_VH: Tensor, num_steps: int, detach: bool = False
 ) -> list[Tensor]:
-    """Reference of `trained_hidden_states`: every slot at every step with dense masks, the trained slots picked last.
-
-    Tokens past the document's end are read as token 0; the slots that would see them are never among the trained.
-    """
-    length = document.captured_TX.shape[0]
-    positions_T = torch.arange(length)
-    feature_TH = head.fuse(document.captured_TX.to(head.fc.weight.dtype))
-    step_keys: list[Tensor] = []
-    step_values: list[Tensor] = []
-    outputs: list[Tensor] = []
-    for step in range(num_steps):
-        shifted_T = torch.cat((document.next_ids_T[step:], document.next_ids_T.new_zeros(step)))
-        input_TX = head.layer_input(embedding_VH[shifted_T].to(feature_TH.dtype), feature_TH=feature_TH)
-        rotations = head.rotations(positions_T + step)
-        key_TME, value_TME = head.keys_values(input_TX, rotations=rotations)
-        step_keys.append(key_TME)
-        step_values.append(value_TME)
-        query_TNE = head.queries(input_TX, rotations=rotations)
-        attended_TNE = dense_chain_attention(query_TNE, step_keys=step_keys, step_values=step_values)
-        feature_TH = head.finish(attended_TNE, feature_TH=feature_TH)
-        outputs.append(feature_TH[document.slots[step]])
-    return outputs
+    """Reference of `trained_hidden_states`: every slot at every step with dense masks, the trained slots picked last."""
+    outputs = dense_outputs(
+        head,
+        states_TX=document.states_TX,
+        next_ids_T=document.next_ids_T,
+        embedding_VH=embedding_VH,
+        num_steps=num_steps,
+        detach=detach,
+    )
+    return [output_TH[slots_S] for output_TH, slots_S in zip(outputs, document.slots, strict=False)]
 
 
 def step_weights(num_steps: int, *, decay: float) -> list[float]:

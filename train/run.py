@@ -4,49 +4,46 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
-from eyas.heads.config import head_config_for_target, load_target_config
 from eyas.heads.files import read_json, write_json
-from eyas.heads.formats.vllm import read_head
-from eyas.heads.initialise import new_head
-from eyas.heads.target import load_target_pieces
+from eyas.heads.formats.read import read_head
+from eyas.heads.target import TargetPieces, load_target_pieces
 from eyas.heads.target_source import target_fingerprint
-from eyas.heads.vocab import choose_draft_vocabulary, coverage
+from eyas.heads.vocab import coverage
 from eyas.train.checkpoint import TrainingState, head_directory
-from eyas.train.features.store import FeatureStore, StoreIdentity, check_identity
+from eyas.train.features.store import FeatureStore, check_identity
 from eyas.train.heldout import heldout_statistics
 from eyas.train.loop import HeadObjective, LoopSettings, Trainer
+from eyas.train.objective import Losses
 from eyas.train.optim import adamw
+from eyas.train.start import HeadPlan, start_head
 from eyas.train.tracking import NoTracker, Tracker, Wandb
 
 HEAD_DIRECTORY = "head"
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadSizes:
-    """Sizes of the draft head; None is the target's own."""
+class TrainedInputs:
+    """Where the train stage finds what it is made from."""
 
-    draft_vocab_size: int
-    intermediate_size: int | None
-    num_attention_heads: int | None
-    num_key_value_heads: int | None
-    head_dim: int | None
+    features_dir: Path
+    tokens_dir: Path
+    target_dir: Path
 
 
 def run_training(
     out_dir: Path,
     *,
-    features_dir: Path,
-    tokens_dir: Path,
-    target_dir: Path,
-    sizes: HeadSizes,
-    init_from_target: bool,
+    inputs: TrainedInputs,
+    plan: HeadPlan,
+    losses: Losses,
     loop: LoopSettings,
     weight_decay: float,
     betas: tuple[float, float],
@@ -60,6 +57,7 @@ def run_training(
     """Train a head and write the best one, by held-out tau, to `out_dir/head`.
 
     Args:
+        plan: what head it is and what it starts from.
         precision: of matrix products; weights and optimiser state stay float32.
         evaluate_conversations: held-out conversations of the evaluations while training; the final figure uses all.
 
@@ -73,18 +71,27 @@ def run_training(
         torch.set_num_threads(threads)
     accelerator = Accelerator(mixed_precision=precision)
     check_launch(accelerator.num_processes)
-    identity = check_identity(features_dir, target_fingerprint=target_fingerprint(target_dir))
-    store, heldout = (FeatureStore(features_dir, split=split) for split in ("train", "heldout"))
-    objective = _objective(
-        store,
-        identity=identity,
-        target_dir=target_dir,
-        target_config=load_target_config(target_dir, trust_remote_code=trust_remote_code),
-        stop_token_ids=read_json(tokens_dir / "stop_tokens.json"),
-        sizes=sizes,
-        init_from_target=init_from_target,
-        teacher_dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+    identity = check_identity(inputs.features_dir, target_fingerprint=target_fingerprint(inputs.target_dir))
+    store, heldout = (FeatureStore(inputs.features_dir, split=split) for split in ("train", "heldout"))
+    pieces = load_target_pieces(inputs.target_dir)
+    head = start_head(
+        plan,
+        target_dir=inputs.target_dir,
+        pieces=pieces,
+        store=store,
+        heldout=heldout,
+        capture_layers=tuple(identity.capture_layers),
+        stop_token_ids=read_json(inputs.tokens_dir / "stop_tokens.json"),
         seed=loop.seed,
+        trust_remote_code=trust_remote_code,
+    )
+    objective = HeadObjective(
+        head,
+        embedding_VH=pieces.embedding_VH.float(),
+        target_readout_DH=pieces.readout_VH[head.draft_to_target_D].to(
+            torch.bfloat16 if precision == "bf16" else torch.float32
+        ),
+        losses=losses,
     )
     trainer = Trainer(
         accelerator=accelerator,
@@ -95,84 +102,50 @@ def run_training(
         settings=loop,
         run_dir=out_dir,
         tracker=_tracker(
-            tracker, out_dir=out_dir, name=run_name, settings=vars(loop), main=accelerator.is_main_process
+            tracker, out_dir=out_dir, name=run_name, settings=asdict(loop), main=accelerator.is_main_process
         ),
     )
     state = trainer.train()
     counts: dict[str, Any] = {"steps": state.step, "best_step": state.best_step}
     if accelerator.is_main_process:
-        counts |= _finish(out_dir, state=state, heldout=heldout, objective=objective, chain_length=loop.chain_length)
+        counts |= _finish(out_dir, state=state, heldout=heldout, pieces=pieces, loop=loop, device=accelerator.device)
     accelerator.wait_for_everyone()
     return counts
 
 
-def _objective(
-    store: FeatureStore,
-    *,
-    identity: StoreIdentity,
-    target_dir: Path,
-    target_config: Any,
-    stop_token_ids: list[int],
-    sizes: HeadSizes,
-    init_from_target: bool,
-    teacher_dtype: torch.dtype,
-    seed: int,
-) -> HeadObjective:
-    """A fresh head over the draft vocabulary of the training answers, with the target's frozen pieces beside it."""
-    counts_V = store.answer_token_counts(vocab_size=target_config.vocab_size)
-    draft_to_target_D = choose_draft_vocabulary(counts_V, size=sizes.draft_vocab_size, always=stop_token_ids)
-    pieces = load_target_pieces(target_dir)
-    config = head_config_for_target(
-        target_config,
-        draft_vocab_size=sizes.draft_vocab_size,
-        capture_layers=tuple(identity.capture_layers),
-        intermediate_size=sizes.intermediate_size,
-        num_attention_heads=sizes.num_attention_heads,
-        num_key_value_heads=sizes.num_key_value_heads,
-        head_dim=sizes.head_dim,
-    )
-    head = new_head(
-        config,
-        draft_to_target_D=draft_to_target_D,
-        pieces=pieces,
-        target_dir=target_dir,
-        num_target_layers=identity.num_target_layers,
-        from_target=init_from_target,
-        seed=seed,
-    )
-    return HeadObjective(
-        head,
-        embedding_VH=pieces.embedding_VH.float(),
-        teacher_readout_DH=pieces.readout_VH[draft_to_target_D].to(teacher_dtype),
-    )
-
-
 def _finish(
-    out_dir: Path, *, state: TrainingState, heldout: FeatureStore, objective: HeadObjective, chain_length: int
+    out_dir: Path,
+    *,
+    state: TrainingState,
+    heldout: FeatureStore,
+    pieces: TargetPieces,
+    loop: LoopSettings,
+    device: torch.device,
 ) -> dict[str, Any]:
     """Keep the best head as `head/` and measure it in float32 on every held-out conversation."""
     final = out_dir / HEAD_DIRECTORY
     shutil.rmtree(final, ignore_errors=True)
     shutil.copytree(head_directory(out_dir, state.best_step), final)
-    device = objective.embedding_VH.device
+    head = read_head(final).to(device)
+    readout_DH: Tensor = pieces.readout_VH.to(device)[head.draft_to_target_D].float()
     statistics = heldout_statistics(
-        read_head(final).to(device),
+        head,
         (heldout[index] for index in range(len(heldout))),
-        embedding_VH=objective.embedding_VH,
-        num_tokens=chain_length,
+        embedding_VH=pieces.embedding_VH.float().to(device),
+        target_readout_DH=readout_DH,
+        num_tokens=loop.chain_length,
         device=device,
         autocast=None,
     )
-    answers_V = heldout.answer_token_counts(vocab_size=objective.head.config.vocab_size)
+    answers_V = heldout.answer_token_counts(vocab_size=head.config.vocab_size)
     result = {
-        "draft_coverage_heldout": round(
-            coverage(answers_V, draft_to_target_D=objective.head.draft_to_target_D.cpu()), 4
-        ),
+        "draft_vocab_size": head.config.draft_vocab_size,
+        "draft_coverage_heldout": round(coverage(answers_V, draft_to_target_D=head.draft_to_target_D.cpu()), 4),
         "heldout_tau": statistics.tau,
         "heldout_marginal": list(statistics.marginal),
         "heldout_drafts": statistics.num_drafts,
         "heldout_conversations": len(heldout),
-        "chain_length": chain_length,
+        "chain_length": loop.chain_length,
         "estimator": "step-weighted, prefix-joint, greedy",
     }
     write_json(out_dir / "heldout.json", result)

@@ -1,10 +1,10 @@
-"""The head directory that vLLM loads: config.json and model.safetensors in the raw EAGLE-3 layout.
+"""vLLM's own layout of a head directory, which SGLang reads too for EAGLE-3.
 
-The contract (read in vLLM 0.32 and checked by running it; a violated point often loads and drafts badly):
-- `architectures: ["LlamaForCausalLMEagle3"]`; `midlayer.*` weights; no embedding (the target's is shared).
-- `d2t` holds offsets, target id = draft id + d2t[draft id]; needed when the draft vocabulary is smaller.
-- Layer ids: id k is the residual stream after k target layers; the engine sorts them, so they must be ascending.
-- The residual of the layer is the raw feature (`norm_before_residual` false, the default of this layout).
+Read in vLLM 0.32 (llama_eagle3.py, qwen3_eagle3.py, llama_eagle.py, gpu_model_runner.py) and checked by running it:
+- Captured layer id k is the residual stream after k layers of the target. SGLang's ids, in `eagle_config`, name the layer
+  whose output is read, so they are one less; vLLM looks at the top-level ids first and never at those.
+- The Llama class takes the number of captured layers from `num_aux_hidden_states`, not from the ids.
+- The norm flags default to false, and `norm_before_fc` is looked up in `eagle_config` first.
 """
 
 from __future__ import annotations
@@ -13,223 +13,142 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
-from torch import Tensor
 
-from eyas.heads.config import HeadConfig, load_target_config
-from eyas.heads.eagle3 import Eagle3Head
-from eyas.heads.files import fingerprint_file, read_json, write_bytes, write_json
+from eyas.heads.config import DEFAULT_CAPTURED, HeadConfig, LayerStyle
+from eyas.heads.formats.layer_json import dtype_name, layer_fields, layer_ids, layer_json, parse_layer, whole_numbers
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
-METHOD = "eagle3"
-NOT_TRAINED_HERE = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Variants of the layer that change what the weights mean; `Eagle3Head` is none of them."""
+EAGLE_ARCHITECTURES = ("EagleLlamaForCausalLM",)
+EAGLE3_ARCHITECTURES: dict[str, LayerStyle] = {
+    "LlamaForCausalLMEagle3": "llama",
+    "Eagle3LlamaForCausalLM": "llama",
+    "Eagle3MiniMaxM2ForCausalLM": "llama",
+    "Eagle3Qwen2_5vlForCausalLM": "llama",
+    "Eagle3Qwen3vlForCausalLM": "llama",
+    "Eagle3Qwen3ForCausalLM": "qwen3",
+}
+"""Names that vLLM's registry maps to its two EAGLE-3 classes, with the layers that the class has."""
 
-
-def write_head(directory: Path, head: Eagle3Head, *, dtype: torch.dtype) -> None:
-    """Write `head` for vLLM. The weights go first and the config last, so a half-written directory does not load."""
-    tensors = {name: parameter.detach().to(dtype).cpu().contiguous() for name, parameter in head.named_parameters()}
-    target_ids_D = head.draft_to_target_D.cpu()
-    tensors["d2t"] = target_ids_D - torch.arange(target_ids_D.shape[0])
-    mask_V = torch.zeros(head.config.vocab_size, dtype=torch.bool)
-    mask_V[target_ids_D] = True
-    tensors["t2d"] = mask_V
-    write_bytes(directory / "model.safetensors", save(tensors, metadata={"format": "pt"}))
-    write_json(directory / "config.json", _config_json(head.config, dtype=dtype))
+WRITTEN: dict[LayerStyle, str] = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}
+OWN_SIZES = ("draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", "num_aux_layers")
+FLAGS = ("norm_before_residual", "fc_norm", "norm_output")
 
 
-def read_head(directory: Path) -> Eagle3Head:
-    """The head in `directory`, in float32.
+def head_config(values: dict[str, Any], *, tensor_names: set[str], path: Path) -> HeadConfig:
+    """The head that vLLM builds from `values`; the weights say whether it has an embedding of its own.
 
     Raises:
-        ValueError: the directory is not a head of this layout; every problem is named.
+        ValueError: not an architecture of this layout, or values that no head can have.
     """
-    problems = check_head(directory, target_dir=None)
-    if problems:
-        raise ValueError(f"{directory} is not a usable EAGLE-3 head: " + "; ".join(problems))
-    config = _head_config(read_json(directory / "config.json"))
-    tensors = load_file(directory / "model.safetensors")
-    head = Eagle3Head(config, draft_to_target_D=_target_ids(tensors, size=config.draft_vocab_size)).float()
-    head.load_state_dict({name: tensors[name].float() for name, _ in head.named_parameters()}, strict=False)
-    return head.eval()
-
-
-def export_head(out_dir: Path, *, head_dir: Path, target_dir: Path, dtype: torch.dtype) -> dict[str, Any]:
-    """Validate a trained head against the contract and its target, then write it for serving in `dtype`.
-
-    Returns:
-        Parameter count, bytes and fingerprint of the weights.
-
-    Raises:
-        ValueError: the head breaks the contract or does not fit the target.
-    """
-    problems = check_head(head_dir, target_dir=target_dir)
-    if problems:
-        raise ValueError(f"{head_dir} would be misread by vLLM: " + "; ".join(problems))
-    head = read_head(head_dir)
-    write_head(out_dir, head, dtype=dtype)
-    weights = out_dir / "model.safetensors"
-    return {
-        "parameters": sum(parameter.numel() for parameter in head.parameters()),
-        "bytes": weights.stat().st_size,
-        "weights_fingerprint": fingerprint_file(weights),
-    }
-
-
-def check_head(directory: Path, *, target_dir: Path | None) -> list[str]:
-    """Everything about a head directory that vLLM would refuse or misread, one sentence each; empty when it is fine."""
-    for name in ("config.json", "model.safetensors"):
-        if not (directory / name).is_file():
-            return [f"{directory / name} is missing"]
-    config = read_json(directory / "config.json")
-    problems = _config_problems(config)
-    if problems:
-        return problems
-    try:
-        tensors = load_file(directory / "model.safetensors")
-        shape = _head_config(config)
-    except (SafetensorError, ValueError) as error:
-        return [str(error)]
-    problems += _tensor_problems(tensors, shape)
-    if not problems:
-        problems += _vocabulary_problems(tensors, shape)
-    if target_dir is not None:
-        problems += _target_problems(shape, target_dir)
-    return problems
-
-
-def _config_json(config: HeadConfig, *, dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        "dtype": str(dtype).removeprefix("torch."),
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": config.rope_parameters,
-        "max_position_embeddings": config.max_position_embeddings,
-        "tie_word_embeddings": False,
-        "norm_before_residual": False,
-        "target_hidden_size": config.hidden_size,
-        "eagle_aux_hidden_state_layer_ids": list(config.capture_layers),
-    }
-
-
-def _head_config(config: dict[str, Any]) -> HeadConfig:
-    return HeadConfig(
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_attention_heads=config["num_attention_heads"],
-        num_key_value_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        vocab_size=config["vocab_size"],
-        draft_vocab_size=config["draft_vocab_size"],
-        rms_norm_eps=config["rms_norm_eps"],
-        rope_parameters=config["rope_parameters"],
-        max_position_embeddings=config["max_position_embeddings"],
-        capture_layers=tuple(config["eagle_aux_hidden_state_layer_ids"]),
+    architecture = (values.get("architectures") or [None])[0]
+    if architecture in EAGLE_ARCHITECTURES:
+        return eagle_config(values, tensor_names=tensor_names, path=path)
+    if architecture not in EAGLE3_ARCHITECTURES:
+        raise ValueError(f"{path}: architecture {architecture!r} is not one of vLLM's EAGLE or EAGLE-3 heads")
+    return eagle3_config(
+        values,
+        style=EAGLE3_ARCHITECTURES[architecture],
+        flags={name: bool(values.get(name, False)) for name in FLAGS},
+        tensor_names=tensor_names,
+        path=path,
     )
 
 
-def _config_problems(config: dict[str, Any]) -> list[str]:
-    problems = []
-    if config.get("architectures") != [ARCHITECTURE]:
-        problems.append(f"config.json: architectures is {config.get('architectures')}, and must be ['{ARCHITECTURE}']")
-    required = set(_CONFIG_TYPES) - set(config)
-    if required:
-        problems.append(f"config.json: {', '.join(sorted(required))} is missing, so the engine would guess")
-    for key in set(_CONFIG_TYPES) & set(config):
-        if not isinstance(config[key], _CONFIG_TYPES[key]):
-            problems.append(f"config.json: {key} is {config[key]!r}, and must be of type {_CONFIG_TYPES[key].__name__}")
-    if config.get("num_hidden_layers", 1) != 1:
-        problems.append(
-            f"config.json: num_hidden_layers is {config['num_hidden_layers']}; only one-layer heads are supported"
-        )
-    variants = [name for name in NOT_TRAINED_HERE if config.get(name)]
-    if variants:
-        problems.append(
-            f"config.json: {', '.join(variants)} is set, a variant of the layer that this version does not support"
-        )
-    return problems
+def eagle_config(values: dict[str, Any], *, tensor_names: set[str], path: Path) -> HeadConfig:
+    """An EAGLE head; shared with the original repository's layout, whose `fc` may have a bias."""
+    fields = layer_fields(parse_layer(values, path=path), style="llama")
+    return HeadConfig(
+        kind="eagle",
+        **fields,
+        target_hidden_size=fields["hidden_size"],
+        draft_vocab_size=fields["vocab_size"],
+        capture_layers=(),
+        fc_bias="fc.bias" in tensor_names,
+        own_embedding="embed_tokens.weight" in tensor_names,
+    )
 
 
-_CONFIG_TYPES: dict[str, type] = {
-    "hidden_size": int,
-    "intermediate_size": int,
-    "num_attention_heads": int,
-    "num_key_value_heads": int,
-    "head_dim": int,
-    "vocab_size": int,
-    "draft_vocab_size": int,
-    "rms_norm_eps": float,
-    "rope_parameters": dict,
-    "max_position_embeddings": int,
-    "eagle_aux_hidden_state_layer_ids": list,
-}
+def eagle3_config(
+    values: dict[str, Any], *, style: LayerStyle, flags: dict[str, Any], tensor_names: set[str], path: Path
+) -> HeadConfig:
+    """An EAGLE-3 head; shared with the original repository's layout, which has no flags and no layer ids."""
+    whole_numbers(values, names=OWN_SIZES, path=path)
+    fields = layer_fields(parse_layer(values, path=path), style=style)
+    return HeadConfig(
+        kind="eagle3",
+        **fields,
+        **flags,
+        target_hidden_size=values.get("target_hidden_size") or fields["hidden_size"],
+        draft_vocab_size=values.get("draft_vocab_size") or fields["vocab_size"],
+        capture_layers=layer_ids(capture_ids(values), path=path),
+        norm_before_fc=bool(nested_config(values).get("norm_before_fc", values.get("norm_before_fc", False))),
+        own_embedding="embed_tokens.weight" in tensor_names,
+    )
 
 
-def _tensor_problems(tensors: dict[str, Tensor], config: HeadConfig) -> list[str]:
-    with torch.device("meta"):
-        expected_head = Eagle3Head(config, draft_to_target_D=torch.empty(config.draft_vocab_size))
-    expected = {name: tuple(parameter.shape) for name, parameter in expected_head.named_parameters()}
-    problems = [f"weight {name} is missing" for name in expected if name not in tensors]
-    for name, shape in expected.items():
-        if name in tensors and tuple(tensors[name].shape) != shape:
-            problems.append(f"weight {name} has shape {tuple(tensors[name].shape)}, and config.json implies {shape}")
-        elif name in tensors and not bool(torch.isfinite(tensors[name]).all()):
-            problems.append(f"weight {name} holds NaN or infinity")
-    unknown = sorted(set(tensors) - set(expected) - {"d2t", "t2d"})
-    if unknown:
-        problems.append(f"weights the engine does not know: {', '.join(unknown)}")
-    return problems
+def nested_config(values: dict[str, Any]) -> dict[str, Any]:
+    """`eagle_config`, empty when there is none."""
+    nested = values.get("eagle_config") or {}
+    return nested if isinstance(nested, dict) else {}
 
 
-def _vocabulary_problems(tensors: dict[str, Tensor], config: HeadConfig) -> list[str]:
-    if "d2t" not in tensors:
-        if config.draft_vocab_size < config.vocab_size:
-            return ["d2t is missing, and the draft vocabulary is smaller than the target's"]
-        return []
-    if tensors["d2t"].shape != (config.draft_vocab_size,):
-        return [f"d2t has shape {tuple(tensors['d2t'].shape)}, and draft_vocab_size is {config.draft_vocab_size}"]
-    target_ids_D = _target_ids(tensors, size=config.draft_vocab_size)
-    if int(target_ids_D.min()) < 0 or int(target_ids_D.max()) >= config.vocab_size:
-        return ["d2t leads outside the target's vocabulary; it must hold offsets (target id minus draft id)"]
-    if torch.unique(target_ids_D).numel() != config.draft_vocab_size:
-        return ["d2t maps two draft ids to one target id; it must hold offsets (target id minus draft id)"]
-    if "t2d" in tensors:
-        mask_V = torch.zeros(config.vocab_size, dtype=torch.bool)
-        mask_V[target_ids_D] = True
-        if not torch.equal(tensors["t2d"].bool(), mask_V):
-            return ["t2d and d2t name different draft vocabularies"]
-    return []
+def capture_ids(values: dict[str, Any]) -> Any:
+    """Captured layer ids in the order that the engine looks for them; None when none are named."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    return values.get(name) or nested_config(values).get(name) or None
 
 
-def _target_ids(tensors: dict[str, Tensor], *, size: int) -> Tensor:
-    identity_D = torch.arange(size)
-    return identity_D + tensors["d2t"].long() if "d2t" in tensors else identity_D
+def engine_captured(values: dict[str, Any], *, style: LayerStyle) -> int:
+    """How many captured layers the engine makes `fc` for, which is not always how many are named."""
+    names = ("num_aux_layers", "num_aux_hidden_states") if style == "qwen3" else ("num_aux_hidden_states",)
+    for name in names:
+        if values.get(name) is not None:
+            return values[name]
+    ids = capture_ids(values) if style == "qwen3" else nested_config(values).get("eagle_aux_hidden_state_layer_ids")
+    return len(ids) if ids else DEFAULT_CAPTURED
 
 
-def _target_problems(config: HeadConfig, target_dir: Path) -> list[str]:
-    target = load_target_config(target_dir)
-    problems = []
-    if config.hidden_size != target.hidden_size:
-        problems.append(
-            f"the head's hidden size is {config.hidden_size}, the target's {target.hidden_size}: not a head for this target"
-        )
-    if config.vocab_size != target.vocab_size:
-        problems.append(f"the head's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}")
-    if any(not 1 <= layer <= target.num_hidden_layers for layer in config.capture_layers):
-        problems.append(
-            f"captured layers {list(config.capture_layers)} do not all exist in a target of {target.num_hidden_layers} layers"
-        )
-    return problems
+def config_json(config: HeadConfig, *, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of a head, with every variant written out.
+
+    Raises:
+        ValueError: `fc` has a bias, which vLLM's EAGLE does not have.
+    """
+    if config.kind == "eagle":
+        if config.fc_bias:
+            raise ValueError(
+                "fc has a bias, and vLLM's EAGLE head has none: it would be dropped and the head draft other tokens; "
+                "write --to eagle-repo, or train with head.fc_bias=false"
+            )
+        return {"architectures": list(EAGLE_ARCHITECTURES), "dtype": dtype_name(dtype), **layer_json(config)}
+    values: dict[str, Any] = {
+        "architectures": [WRITTEN[config.layer]],
+        "dtype": dtype_name(dtype),
+        **layer_json(config),
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "num_aux_hidden_states": config.num_captured,
+    }
+    if config.capture_layers is not None:
+        values["eagle_aux_hidden_state_layer_ids"] = list(config.capture_layers)
+        values["eagle_config"] = {
+            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in config.capture_layers],
+            "use_aux_hidden_state": True,
+            "norm_before_fc": config.norm_before_fc,
+        }
+    return values
+
+
+def stored_name(name: str, *, config: HeadConfig) -> str:
+    """Name in the files of the module's tensor `name`: EAGLE-3's first layer is called `midlayer` there."""
+    if config.kind == "eagle3" and name.startswith("layers.0."):
+        return "midlayer." + name.removeprefix("layers.0.")
+    return name
+
+
+def canonical_name(name: str) -> str:
+    """The module's name of a stored tensor; the engine replaces `midlayer.` in the same way."""
+    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name

@@ -41,7 +41,7 @@ def extract(
     """Write the feature store of both splits into `out_dir`.
 
     Args:
-        capture_layers: layer ids, ascending; None takes 2, L//2, L-3.
+        capture_layers: layer ids, ascending; None takes 2, L//2, L-3, and none at all stores the last state only.
         dtype: of the target's forward pass and of the stored states.
         batch_tokens: tokens of one forward pass, padding included.
         threads: CPU threads; None leaves torch's choice.
@@ -55,7 +55,7 @@ def extract(
     if threads is not None:
         torch.set_num_threads(threads)
     config = load_target_config(target_dir, trust_remote_code=trust_remote_code)
-    layers = tuple(capture_layers or default_capture_layers(config.num_hidden_layers))
+    layers = default_capture_layers(config.num_hidden_layers) if capture_layers is None else tuple(capture_layers)
     if not all(1 <= layer <= config.num_hidden_layers for layer in layers):
         raise ValueError(f"features.capture_layers={list(layers)} must lie between 1 and {config.num_hidden_layers}")
     out_dir.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,51 @@
+"""Rotary position embedding of a head, in the variant that the engine will use for it.
+
+transformers computes the frequencies of every type. One differs: for `dynamic`, transformers changes the base once a
+sequence is longer than `max_position_embeddings`, while vLLM fixes it at start-up, and with its defaults at the
+unchanged base. A head follows the engine, so `dynamic` is the default type here.
+
+Shapes: T positions, N heads, E head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from eyas.heads.config import HeadConfig
+
+
+class Rotary(nn.Module):
+    """Cosine and sine of positions; holds no weights."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.embedding = LlamaRotaryEmbedding(_rotary_config(config))
+
+    def forward(self, positions_T: Tensor, *, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [T, E], in dtype and on the device of `like`."""
+        cos_BTE, sin_BTE = self.embedding(like, positions_T[None])
+        return cos_BTE[0], sin_BTE[0]
+
+
+def rotate(states_TNE: Tensor, *, rotations: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary position embedding in the half-split layout of Llama (`rotate_half`)."""
+    cos_TNE, sin_TNE = rotations[0].unsqueeze(1).to(states_TNE.dtype), rotations[1].unsqueeze(1).to(states_TNE.dtype)
+    first, second = states_TNE.chunk(2, dim=-1)
+    return states_TNE * cos_TNE + torch.cat((-second, first), dim=-1) * sin_TNE
+
+
+def _rotary_config(config: HeadConfig) -> LlamaConfig:
+    parameters = dict(config.rope_parameters)
+    if parameters.get("rope_type") == "dynamic":
+        parameters = {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
+    return LlamaConfig(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=parameters,  # type: ignore[arg-type]  # transformers types it as its own TypedDict
+    )

@@ -1,0 +1,218 @@
+"""The stages that make a head: training, and export in the form that is served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eyas.heads.files import read_json
+from eyas.recipes.estimate import checkpoint_bytes, head_parameters, num_captured, read_target_shape
+from eyas.recipes.run import Run, available_cores
+from eyas.recipes.schema import Recipe
+from eyas.recipes.schema_train import Train
+from eyas.recipes.score_stage import head_fingerprint
+from eyas.recipes.stage import Stage, output_fingerprint, read_manifest, require_free_bytes, without
+
+if TYPE_CHECKING:
+    from eyas.train.loop import LoopSettings
+    from eyas.train.objective import Losses
+    from eyas.train.start import HeadPlan
+
+NO_LAYERS: tuple[int, ...] = ()
+
+
+def captured_layers(run: Run) -> tuple[int, ...] | None:
+    """Layers to extract: none for an EAGLE head, those of the head to go on from, or as the recipe says."""
+    recipe = run.recipe
+    if recipe.head.kind == "eagle":
+        return NO_LAYERS
+    if recipe.features.capture_layers is None and recipe.init.head is not None:
+        from eyas.heads.formats.read import read_files
+
+        return read_files(init_directory(recipe)).config.capture_layers
+    return recipe.features.capture_layers
+
+
+def init_directory(recipe: Recipe) -> Path:
+    """Directory of the head that training goes on from."""
+    assert recipe.init.head is not None
+    return Path(recipe.init.head).expanduser()
+
+
+def train_stage(run: Run) -> Stage:
+    """The head learns; its best checkpoint by held-out tau is `train/head/`."""
+    recipe, head, train = run.recipe, run.recipe.head, run.recipe.train
+    features_dir, tokens_dir = run.directory("extract"), run.directory("prepare")
+
+    def body(out_dir: Path) -> dict[str, Any]:
+        from eyas.train.run import TrainedInputs, run_training
+
+        parameters = head_parameters(
+            head, target=read_target_shape(run.target_dir), captured=num_captured(recipe.features, kind=recipe.head.kind)
+        )
+        require_free_bytes(out_dir, needed=checkpoint_bytes(parameters), what="training (two checkpoints and the head)")
+        return run_training(
+            out_dir,
+            inputs=TrainedInputs(features_dir=features_dir, tokens_dir=tokens_dir, target_dir=run.target_dir),
+            plan=head_plan(recipe),
+            losses=loss_terms(train),
+            loop=loop_settings(train, seed=recipe.seed),
+            weight_decay=train.weight_decay,
+            betas=train.betas,
+            precision="no" if train.precision == "fp32" else train.precision,
+            evaluate_conversations=train.evaluate_conversations,
+            threads=train.threads or available_cores(),
+            tracker=train.tracker,
+            run_name=recipe.name,
+            trust_remote_code=recipe.target.trust_remote_code,
+        )
+
+    harmless = {"checkpoint_every", "log_every", "threads", "tracker"}
+    settings = {
+        "head": head.model_dump(mode="json"),
+        "init": without(recipe.init.model_dump(mode="json"), {"head"}),
+        "train": without(train.model_dump(mode="json"), harmless),
+        "seed": recipe.seed,
+        "trust_remote_code": recipe.target.trust_remote_code,
+    }
+    inputs = {
+        "target": run.target_fingerprint,
+        "features": output_fingerprint(features_dir),
+        "tokens": output_fingerprint(tokens_dir),
+    }
+    if recipe.init.head is not None:
+        inputs["init_head"] = head_fingerprint(init_directory(recipe))
+    return Stage(name="train", settings=settings, inputs=inputs, body=body)
+
+
+def head_plan(recipe: Recipe) -> HeadPlan:
+    """The head that a recipe asks for."""
+    from eyas.heads.initialise import HeadStart
+    from eyas.train.start import HeadPlan
+
+    head, init = recipe.head, recipe.init
+    return HeadPlan(
+        kind=head.kind,
+        layer=head.layer,
+        num_layers=head.num_layers,
+        hidden_size=head.hidden_size,
+        intermediate_size=head.intermediate_size,
+        num_attention_heads=head.num_attention_heads,
+        num_key_value_heads=head.num_key_value_heads,
+        head_dim=head.head_dim,
+        attention_bias=head.attention_bias,
+        sliding_window=head.sliding_window,
+        norm_before_residual=head.norm_before_residual,
+        norm_before_fc=head.norm_before_fc,
+        fc_norm=head.fc_norm,
+        norm_output=head.norm_output,
+        fc_bias=head.fc_bias,
+        draft_vocab_size=head.draft_vocab_size,
+        draft_coverage=head.draft_coverage,
+        vocabulary=head.vocabulary,
+        start=HeadStart(
+            lm_head=init.lm_head,
+            train_lm_head=init.train_lm_head is not False,
+            final_norm=init.final_norm,
+            layer=init.layer,
+        ),
+        init_head=None if init.head is None else init_directory(recipe),
+    )
+
+
+def require_head_possible(run: Run) -> None:
+    """Fail before hours of extraction when the head of a recipe cannot be made for its target."""
+    from eyas.heads.config import default_capture_layers, load_target_config
+    from eyas.train.start import require_possible
+
+    recipe = run.recipe
+    trusted = recipe.target.trust_remote_code
+    layers = captured_layers(run)
+    if layers is None:
+        target = load_target_config(run.target_dir, trust_remote_code=trusted)
+        layers = default_capture_layers(target.num_hidden_layers)
+    require_possible(
+        head_plan(recipe), target_dir=run.target_dir, capture_layers=layers, trust_remote_code=trusted
+    )
+
+
+def loss_terms(train: Train) -> Losses:
+    """The part of the training section that says what a row's loss is made of."""
+    from eyas.train.losses import TokenLoss
+    from eyas.train.objective import Losses
+
+    return Losses(
+        token=TokenLoss(weight=train.token_loss_weight, top_k=train.top_k, top_k_weight=train.top_k_loss_weight),
+        feature_weight=train.feature_loss_weight,
+        detach=train.detach_feedback,
+    )
+
+
+def loop_settings(train: Train, *, seed: int) -> LoopSettings:
+    """The part of the training section that the step loop takes."""
+    from eyas.train.loop import LoopSettings
+    from eyas.train.noise import FeatureNoise
+
+    return LoopSettings(
+        epochs=train.epochs,
+        batch_tokens=train.batch_tokens,
+        ttt_steps=train.ttt_steps,
+        ttt_warmup_share=train.ttt_warmup_share,
+        step_decay=train.step_decay,
+        learning_rate=train.learning_rate,
+        warmup_share=train.warmup_share,
+        schedule=train.schedule,
+        max_grad_norm=train.max_grad_norm,
+        max_grad_value=train.max_grad_value,
+        noise=FeatureNoise(kind=train.feature_noise, width=train.feature_noise_width),
+        evaluate_every=train.evaluate_every,
+        checkpoint_every=train.checkpoint_every,
+        log_every=train.log_every,
+        chain_length=train.chain_length,
+        seed=seed,
+    )
+
+
+def export_stage(run: Run) -> Stage:
+    """The head in the form that is served, in the type it is measured in, with its model card."""
+    recipe = run.recipe
+    train_dir, dtype, form = run.directory("train"), recipe.score.dtype, recipe.export.format
+
+    def body(out_dir: Path) -> dict[str, Any]:
+        import torch
+
+        from eyas.heads.formats.export import export_head
+
+        served = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[dtype]
+        return export_head(
+            out_dir,
+            head_dir=train_dir / "head",
+            target_dir=run.target_dir,
+            dtype=served,
+            to=form,
+            verifier=recipe.target.model,
+            card=_card(run),
+        )
+
+    settings = recipe.export.model_dump(mode="json") | {"dtype": dtype, "target": recipe.target.model}
+    inputs = {"target": run.target_fingerprint, "head": output_fingerprint(train_dir, under="head/")}
+    return Stage(name="export", settings=settings, inputs=inputs, body=body)
+
+
+def _card(run: Run) -> str:
+    from eyas.heads.card import model_card
+    from eyas.heads.formats.read import read_files
+
+    recipe, train_dir = run.recipe, run.directory("train")
+    heldout = read_json(train_dir / "heldout.json")
+    return model_card(
+        name=recipe.name,
+        base_model=recipe.target.model,
+        config=read_files(train_dir / "head").config,
+        data_fingerprint=read_manifest(run.directory("prepare"))["inputs"]["conversations"],
+        training={"seed": recipe.seed, **recipe.train.model_dump(mode="json")},
+        heldout=heldout,
+        coverage=heldout["draft_coverage_heldout"],
+        to=recipe.export.format,
+        draft_tokens=recipe.score.draft_lengths[0],
+    )

@@ -1,0 +1,214 @@
+"""What a run starts from: new heads of every kind, another head, draft vocabularies, and what does not fit together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eyas.heads.config import load_target_config
+from eyas.heads.eagle3 import Eagle3Head
+from eyas.heads.files import read_json
+from eyas.heads.formats.read import read_head
+from eyas.heads.formats.write import write_head
+from eyas.heads.head import DraftHead
+from eyas.heads.initialise import HeadStart, new_head
+from eyas.heads.target import load_target_pieces
+from eyas.heads.vocab import choose_draft_vocabulary, coverage, size_for_coverage
+from eyas.train.features.store import FeatureStore
+from eyas.train.losses import TokenLoss
+from eyas.train.noise import FeatureNoise
+from eyas.train.objective import Losses
+from eyas.train.start import HeadPlan, planned_config, require_possible, start_head
+from tests import tiny, training
+
+RANDOM = HeadStart(lm_head="random", final_norm="ones", layer="random")
+PLANS: dict[str, dict[str, Any]] = {
+    "eagle3.1": {"fc_norm": True, "norm_output": True},
+    "qwen3 layers": {"layer": "qwen3", "num_layers": 2, "start": HeadStart(layer="random")},
+    "two layers of the target": {"num_layers": 2},
+    "another hidden size": {"hidden_size": 96, "start": RANDOM},
+    "auto": {"draft_vocab_size": "auto", "draft_coverage": 0.5},
+    "whole vocabulary, frozen": {"draft_vocab_size": None, "start": HeadStart(train_lm_head=False)},
+    "window, biased": {"sliding_window": 8, "attention_bias": True},
+}
+FEW = training.shorter(training.LOOP, epochs=1)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> tuple[Path, Path, Path]:
+    tokens, features = training.make_inputs(tmp_path_factory.mktemp("inputs"), target=tiny_target)
+    return tiny_target, tokens, features
+
+
+def _start(plan: HeadPlan, inputs: tuple[Path, Path, Path]) -> DraftHead:
+    target, tokens, features = inputs
+    return start_head(
+        plan,
+        target_dir=target,
+        pieces=load_target_pieces(target),
+        store=FeatureStore(features, split="train"),
+        heldout=FeatureStore(features, split="heldout"),
+        capture_layers=tiny.CAPTURE_LAYERS,
+        stop_token_ids=read_json(tokens / "stop_tokens.json"),
+        seed=0,
+        trust_remote_code=False,
+    )
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_kind_of_head_trains_and_reads_back(
+    name: str, inputs: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    target, tokens, features = inputs
+    plan = training.plan(**PLANS[name])
+    require_possible(plan, target_dir=target, capture_layers=tiny.CAPTURE_LAYERS, trust_remote_code=False)
+    counts = training.train(tmp_path, target=target, tokens=tokens, features=features, loop=FEW, plan=plan)
+    assert counts["steps"] > 5
+    start, trained = _start(plan, inputs), read_head(tmp_path / "head")
+    assert trained.config == start.config
+    for (tensor, before), (_, after) in zip(start.named_parameters(), trained.named_parameters(), strict=True):
+        assert torch.equal(before, after) == (not before.requires_grad), tensor
+
+
+def test_eagle_trains_with_regression_noise_and_the_top_k_term(
+    inputs: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    target, tokens, features = inputs
+    arguments: dict[str, Any] = {
+        "target": target,
+        "tokens": tokens,
+        "features": features,
+        "plan": training.plan(kind="eagle", draft_vocab_size="auto"),
+        "losses": Losses(
+            token=TokenLoss(weight=0.1, top_k=5, top_k_weight=1.0), feature_weight=1.0, detach=True
+        ),
+        "loop": training.shorter(training.LOOP, epochs=2, noise=FeatureNoise(kind="length", width=0.2)),
+    }
+    counts = training.train(tmp_path / "one", **arguments)
+    assert counts["draft_vocab_size"] == load_target_config(target).vocab_size
+    assert counts["draft_coverage_heldout"] == 1.0
+    records = [
+        record for record in training.metrics(tmp_path / "one") if "smooth_l1_1" in record
+    ]
+    assert records[-1]["smooth_l1_1"] < records[0]["smooth_l1_1"]
+    again = training.train(tmp_path / "two", **arguments)
+    assert again["heldout_tau"] == counts["heldout_tau"]  # noise included, a run is a function of its seed
+
+
+def test_a_head_goes_on_from_another(inputs: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    first = _start(training.plan(), inputs)
+    with torch.no_grad():
+        first.fc.weight.add_(1.0)
+    write_head(tmp_path, first, dtype=torch.float32)
+    again = _start(training.plan(init_head=tmp_path), inputs)
+    for (name, before), (_, after) in zip(first.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(before, after), name
+    assert again.training
+
+
+def test_a_draft_vocabulary_of_other_data_is_kept_only_when_asked_for(
+    inputs: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    config = _start(training.plan(), inputs).config
+    foreign = tiny.random_head(config, seed=3)
+    write_head(tmp_path, foreign, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"head\.vocabulary=reuse"):
+        _start(training.plan(init_head=tmp_path), inputs)
+    kept = _start(training.plan(init_head=tmp_path, vocabulary="reuse"), inputs)
+    assert torch.equal(kept.draft_to_target_D, foreign.draft_to_target_D)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "eagle"}, r"head\.kind=eagle3"),
+        ({"norm_output": True}, r"head\.norm_output=True contradicts"),
+        ({"num_layers": 2}, r"head\.num_layers=2 contradicts"),
+        ({"draft_vocab_size": 64}, r"head\.draft_vocab_size=64 contradicts"),
+    ],
+)
+def test_a_recipe_that_contradicts_the_head_it_starts_from_is_refused(
+    changes: dict[str, Any], message: str, inputs: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    write_head(tmp_path, _start(training.plan(), inputs), dtype=torch.float32)
+    with pytest.raises(ValueError, match=message):
+        _start(training.plan(init_head=tmp_path, **changes), inputs)
+
+
+def test_a_head_for_another_target_is_refused_before_extraction(
+    inputs: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    write_head(tmp_path, tiny.random_head(tiny.head_config()), dtype=torch.float32)
+    plan = training.plan(init_head=tmp_path)
+    with pytest.raises(ValueError, match="hidden size 32 and 100 tokens, and this target has 64 and 320"):
+        require_possible(plan, target_dir=inputs[0], capture_layers=(1, 2, 3), trust_remote_code=False)
+
+
+def test_a_copied_embedding_is_shared_again(inputs: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    pieces = load_target_pieces(inputs[0])
+    plan = training.plan()
+    config = _start(plan, inputs).config
+    for same in (True, False):
+        head = _start(plan, inputs)
+        own = tiny.random_head(type(config)(**{**vars(config), "own_embedding": True}))
+        own.load_state_dict(head.state_dict() | {"embed_tokens.weight": pieces.embedding_VH + (0.0 if same else 1.0)})
+        own.draft_to_target_D.copy_(head.draft_to_target_D)
+        write_head(tmp_path / str(same), own, dtype=torch.bfloat16)
+        started = _start(training.plan(init_head=tmp_path / str(same)), inputs)
+        assert (started.embed_tokens is None) == same
+
+
+@pytest.mark.parametrize("part", ["lm_head", "final_norm", "layer"])
+def test_each_part_starts_where_it_is_told(part: str, inputs: tuple[Path, Path, Path]) -> None:
+    target = inputs[0]
+    config = planned_config(
+        training.plan(), target=load_target_config(target), capture_layers=(1, 2, 3), draft_vocab_size=128
+    )
+    pieces = load_target_pieces(target)
+    pieces = type(pieces)(pieces.embedding_VH, pieces.readout_VH, pieces.final_norm_H + 0.5)
+
+    def head(start: HeadStart) -> Eagle3Head:
+        made = new_head(
+            config,
+            draft_to_target_D=torch.arange(128),
+            pieces=pieces,
+            target_dir=target,
+            num_target_layers=5,
+            start=start,
+            seed=0,
+        )
+        assert isinstance(made, Eagle3Head)
+        return made
+
+    standard = head(HeadStart())
+    other = head(HeadStart(**{part: "ones" if part == "final_norm" else "random"}))
+    places = {"lm_head": "lm_head.", "final_norm": "norm.", "layer": ("layers.", "fc.")}
+    for (name, ours), (_, theirs) in zip(standard.named_parameters(), other.named_parameters(), strict=True):
+        if not name.startswith(places[part]):
+            assert torch.equal(ours, theirs), name
+    assert torch.equal(standard.lm_head.weight, pieces.readout_VH[:128].float())
+    assert torch.equal(standard.norm.weight, pieces.final_norm_H.float())
+    assert not torch.equal(dict(standard.named_parameters())[_named(part)], dict(other.named_parameters())[_named(part)])
+
+
+def _named(part: str) -> str:
+    return {"lm_head": "lm_head.weight", "final_norm": "norm.weight", "layer": "layers.0.self_attn.q_proj.weight"}[part]
+
+
+def test_the_automatic_size_is_the_smallest_that_covers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.randint(0, 1000, (3000,), generator=generator) ** 2
+    heldout = torch.randint(0, 50, (3000,), generator=generator)
+    for share in (0.1, 0.5, 0.9, 1.0):
+        size = size_for_coverage(counts, heldout_counts_V=heldout, share=share, always=[2999])
+        assert size == 3000 or size % 128 == 0
+
+        def covered(number: int) -> float:
+            chosen = choose_draft_vocabulary(counts, size=number, always=[2999])
+            return coverage(heldout, draft_to_target_D=chosen)
+
+        assert covered(size) >= share
+        assert size <= 128 or covered(min(size, 2944) - 128 if size < 3000 else 2944) < share

@@ -1,0 +1,222 @@
+"""Which head a run trains and what it starts from: new from the target, or another head's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from eyas.heads.build import build_head
+from eyas.heads.config import HeadConfig, Kind, LayerStyle, head_config_for_target, load_target_config
+from eyas.heads.formats.read import read_head
+from eyas.heads.head import DraftHead, identity_mapping
+from eyas.heads.initialise import HeadStart, freeze, new_head, require_start
+from eyas.heads.target import TargetPieces
+from eyas.heads.vocab import choose_draft_vocabulary, size_for_coverage
+from eyas.train.features.store import FeatureStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadPlan:
+    """The head to train, in the terms of a recipe; None is the target's own size.
+
+    Attributes:
+        draft_vocab_size: D; None is the whole vocabulary, "auto" the smallest size that covers `draft_coverage` of the
+            held-out answers. An EAGLE head always has the whole vocabulary.
+        vocabulary: "data" chooses the draft vocabulary from the training answers; "reuse" takes that of `init_head`.
+        init_head: directory of a head to go on from, in any of the formats.
+    """
+
+    kind: Kind
+    layer: LayerStyle
+    num_layers: int
+    hidden_size: int | None
+    intermediate_size: int | None
+    num_attention_heads: int | None
+    num_key_value_heads: int | None
+    head_dim: int | None
+    attention_bias: bool
+    sliding_window: int | None
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+    fc_bias: bool
+    draft_vocab_size: int | Literal["auto"] | None
+    draft_coverage: float
+    vocabulary: Literal["data", "reuse"]
+    start: HeadStart
+    init_head: Path | None
+
+
+def start_head(
+    plan: HeadPlan,
+    *,
+    target_dir: Path,
+    pieces: TargetPieces,
+    store: FeatureStore,
+    heldout: FeatureStore,
+    capture_layers: tuple[int, ...],
+    stop_token_ids: Sequence[int],
+    seed: int,
+    trust_remote_code: bool,
+) -> DraftHead:
+    """The head at step 0, in float32.
+
+    Args:
+        store, heldout: features whose answers choose the draft vocabulary and judge its size.
+        capture_layers: layers in the store.
+
+    Raises:
+        ValueError: plan, target, store and `init_head` do not fit together.
+    """
+    target = load_target_config(target_dir, trust_remote_code=trust_remote_code)
+    layers = required_layers(plan, stored=capture_layers)
+    counts_V = store.answer_token_counts(vocab_size=target.vocab_size)
+
+    def vocabulary(size: int) -> Tensor:
+        return choose_draft_vocabulary(counts_V, size=size, always=stop_token_ids)
+
+    if plan.init_head is not None:
+        head = read_head(plan.init_head, num_target_layers=target.num_hidden_layers).train()
+        _require_same_shape(head.config, plan, layers=layers, target=target)
+        if plan.vocabulary == "data" and head.config.draft_vocab_size < head.config.vocab_size:
+            _require_same_vocabulary(head, vocabulary(head.config.draft_vocab_size))
+        head = _with_shared_embedding(head, pieces=pieces)
+        freeze(head, train_lm_head=plan.start.train_lm_head)
+        return head
+    size = plan.draft_vocab_size or target.vocab_size
+    if plan.kind == "eagle":
+        size = target.vocab_size
+    elif size == "auto":
+        size = size_for_coverage(
+            counts_V,
+            heldout_counts_V=heldout.answer_token_counts(vocab_size=target.vocab_size),
+            share=plan.draft_coverage,
+            always=stop_token_ids,
+        )
+    whole = size == target.vocab_size
+    return new_head(
+        planned_config(plan, target=target, capture_layers=layers, draft_vocab_size=size),
+        draft_to_target_D=identity_mapping(size) if whole else vocabulary(size),
+        pieces=pieces,
+        target_dir=target_dir,
+        num_target_layers=target.num_hidden_layers,
+        start=plan.start,
+        seed=seed,
+    )
+
+
+def required_layers(plan: HeadPlan, *, stored: tuple[int, ...]) -> tuple[int, ...]:
+    """Capture layers of the head, of a store that has `stored`: an EAGLE head reads none of them."""
+    if plan.kind == "eagle":
+        return ()
+    if not stored:
+        raise ValueError("the feature store holds no captured layers, and an EAGLE-3 head reads them; extract again")
+    return stored
+
+
+def planned_config(
+    plan: HeadPlan, *, target: Any, capture_layers: tuple[int, ...], draft_vocab_size: int
+) -> HeadConfig:
+    """Configuration of a new head for a target (its transformers configuration)."""
+    return head_config_for_target(
+        target,
+        kind=plan.kind,
+        layer=plan.layer,
+        num_layers=plan.num_layers,
+        draft_vocab_size=draft_vocab_size,
+        capture_layers=capture_layers,
+        hidden_size=plan.hidden_size,
+        intermediate_size=plan.intermediate_size,
+        num_attention_heads=plan.num_attention_heads,
+        num_key_value_heads=plan.num_key_value_heads,
+        head_dim=plan.head_dim,
+        attention_bias=plan.attention_bias,
+        sliding_window=plan.sliding_window,
+        norm_before_residual=plan.norm_before_residual,
+        norm_before_fc=plan.norm_before_fc,
+        fc_norm=plan.fc_norm,
+        norm_output=plan.norm_output,
+        fc_bias=plan.fc_bias,
+    )
+
+
+def require_possible(
+    plan: HeadPlan, *, target_dir: Path, capture_layers: tuple[int, ...], trust_remote_code: bool
+) -> None:
+    """Fail before features are extracted when this head cannot be made for this target.
+
+    Raises:
+        ValueError: what does not fit, and the setting that mends it.
+    """
+    target = load_target_config(target_dir, trust_remote_code=trust_remote_code)
+    layers = () if plan.kind == "eagle" else capture_layers
+    if plan.init_head is not None:
+        head = read_head(plan.init_head, num_target_layers=target.num_hidden_layers)
+        _require_same_shape(head.config, plan, layers=layers, target=target)
+        return
+    size = plan.draft_vocab_size if isinstance(plan.draft_vocab_size, int) else target.vocab_size
+    config = planned_config(plan, target=target, capture_layers=layers, draft_vocab_size=size)
+    require_start(config, target_dir=target_dir, num_target_layers=target.num_hidden_layers, start=plan.start)
+
+
+def _require_same_shape(head: HeadConfig, plan: HeadPlan, *, layers: tuple[int, ...], target: Any) -> None:
+    """A recipe may repeat the shape of the head it starts from, and must not contradict it."""
+    if (head.target_hidden_size, head.vocab_size) != (target.hidden_size, target.vocab_size):
+        raise ValueError(
+            f"init.head {plan.init_head} is for a target of hidden size {head.target_hidden_size} and {head.vocab_size} "
+            f"tokens, and this target has {target.hidden_size} and {target.vocab_size}"
+        )
+    if head.kind != plan.kind:
+        raise ValueError(f"init.head {plan.init_head} is of kind {head.kind}; set head.kind={head.kind}")
+    if head.capture_layers != layers:
+        raise ValueError(
+            f"init.head {plan.init_head} reads layers {list(head.capture_layers or ())}, and the features hold "
+            f"{list(layers)}; set features.capture_layers={list(head.capture_layers or ())} and extract again"
+        )
+    asked = {
+        "layer": plan.layer if plan.layer != "llama" else None,
+        "num_layers": plan.num_layers if plan.num_layers != 1 else None,
+        "draft_vocab_size": plan.draft_vocab_size if plan.draft_vocab_size != "auto" else None,
+        "sliding_window": plan.sliding_window,
+    }
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    flags = ("attention_bias", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "fc_bias")
+    asked |= {name: getattr(plan, name) for name in sizes}
+    asked |= {name: getattr(plan, name) or None for name in flags}
+    for name, value in asked.items():
+        if value is not None and value != getattr(head, name):
+            raise ValueError(
+                f"head.{name}={value} contradicts init.head {plan.init_head}, where it is {getattr(head, name)}; remove one"
+            )
+
+
+def _require_same_vocabulary(head: DraftHead, vocabulary_D: Tensor) -> None:
+    own_D = head.draft_to_target_D
+    if not torch.equal(own_D, vocabulary_D):
+        shared = int(torch.isin(own_D, vocabulary_D).sum())
+        raise ValueError(
+            f"the draft vocabulary of init.head was chosen from other data: {shared} of its {own_D.shape[0]} tokens are "
+            "those that this data would choose; set head.vocabulary=reuse to keep it (its coverage of held-out answers is "
+            "reported after training)"
+        )
+
+
+def _with_shared_embedding(head: DraftHead, *, pieces: TargetPieces) -> DraftHead:
+    """An own embedding that is the target's is dropped: the engine shares it too, and nothing should train it."""
+    if head.embed_tokens is None:
+        return head
+    own_VH = head.embed_tokens.weight.detach()
+    target_VH = pieces.embedding_VH
+    # A head that was saved in a narrower type carries a rounded copy.
+    same = own_VH.shape == target_VH.shape and torch.equal(own_VH.to(torch.bfloat16), target_VH.to(torch.bfloat16))
+    if not same:
+        return head
+    shared = build_head(replace(head.config, own_embedding=False), draft_to_target_D=head.draft_to_target_D)
+    shared.load_state_dict({name: value for name, value in head.state_dict().items() if name != "embed_tokens.weight"})
+    return shared.float()
