@@ -75,6 +75,12 @@ class HeadConfig:
                 f"rope_type {self.rope_parameters['rope_type']!r} is not supported in a head; "
                 f"one of {', '.join(ENGINE_ROPE_TYPES)} is"
             )
+        extended = [name for name in ("alpha", "max_trained_positions") if name in self.rope_parameters]
+        if extended:
+            raise ValueError(
+                f"rope_parameters with {', '.join(extended)} change the base in a way that a head does not follow; "
+                "give the head a rope of one of the usual kinds"
+            )
         if self.hidden_size != self.target_hidden_size and not self.own_embedding:
             raise ValueError(
                 f"head.hidden_size={self.hidden_size} differs from the target's {self.target_hidden_size}, so the head "
@@ -169,9 +175,8 @@ def head_rope_parameters(target_config: Any) -> dict[str, Any]:
     (`partial_rotary_factor`) and multimodal sections are properties of the target's own layers: a head rotates
     whole heads with the same base.
     """
-    parameters = dict(target_config.rope_parameters or {"rope_type": "default", "rope_theta": 10000.0})
-    if "full_attention" in parameters:
-        parameters = dict(parameters["full_attention"])
+    parameters: dict[str, Any] = target_config.rope_parameters or {"rope_type": "default", "rope_theta": 10000.0}
+    parameters = dict(parameters.get("full_attention", parameters))
     for name in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
         parameters.pop(name, None)
     return parameters

@@ -5,8 +5,11 @@ follow it.
 
 The draft layer of EAGLE-3 reads (embedding, feature), the target's layer reads one hidden state. So half of the target's
 projections is placed in each half, and `fc` starts by passing the deepest captured layer through: the head begins as the
-target's last layer, run early on the mean of both. An EAGLE head has one input and no norm before its attention: the
-target's norm weight is folded into the projections, and `fc` starts by passing the feature through.
+target's last layer, run early on the mean of both.
+
+An EAGLE head works on states that the target's final norm has scaled, where no layer of the target fits (folding the
+norms into a copy of the last layer started and learnt worse than random numbers). Its layer starts at random, and `fc`
+by passing the feature through.
 """
 
 from __future__ import annotations
@@ -32,12 +35,21 @@ WIDE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 @dataclass(frozen=True, kw_only=True)
 class HeadStart:
-    """Where the parts of a new head come from. An EAGLE head has neither lm_head nor final norm."""
+    """Where the parts of a new head come from.
+
+    Attributes:
+        lm_head, train_lm_head, final_norm: EAGLE-3 only; an EAGLE head has neither.
+        layer: None is the target's for EAGLE-3 and random for EAGLE, which cannot take the target's.
+    """
 
     lm_head: Literal["target", "random"] = "target"
     train_lm_head: bool = True
     final_norm: Literal["target", "ones"] = "target"
-    layer: Literal["target", "random"] = "target"
+    layer: Literal["target", "random"] | None = None
+
+    def copies_layer(self, config: HeadConfig) -> bool:
+        """Whether the decoder layers of such a head start as the target's."""
+        return config.kind == "eagle3" and self.layer != "random"
 
 
 def new_head(
@@ -65,9 +77,10 @@ def new_head(
                 head.lm_head.weight.copy_(pieces.readout_VH[draft_to_target_D].float())
             if start.final_norm == "target":
                 head.norm.weight.copy_(pieces.final_norm_H.float())
-        if start.layer == "target":
+        if start.copies_layer(config):
             _copy_layers(head, weights=TargetWeights(target_dir), num_target_layers=num_target_layers)
-            # The newest feature stands last in fc's input: the deepest captured layer, or the last hidden state.
+        if start.copies_layer(config) or config.kind == "eagle":
+            # What to pass through stands last in fc's input: the deepest captured layer, or the last hidden state.
             head.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
     freeze(head, train_lm_head=start.train_lm_head)
     return head
@@ -85,19 +98,21 @@ def require_start(config: HeadConfig, *, target_dir: Path, num_target_layers: in
     Raises:
         ValueError: names the setting, both shapes and the mend.
     """
+    if config.kind == "eagle" and start.layer == "target":
+        raise ValueError("init.layer=target is for EAGLE-3: no layer of the target fits an EAGLE head; remove it")
     same_size = config.hidden_size == config.target_hidden_size
     if config.kind == "eagle3" and not same_size:
         for name, value, mend in (
             ("lm_head", start.lm_head, "random"),
             ("final_norm", start.final_norm, "ones"),
-            ("layer", start.layer, "random"),
+            ("layer", start.layer or "target", "random"),
         ):
             if value == "target":
                 raise ValueError(
                     f"init.{name}=target needs the target's hidden size, and head.hidden_size={config.hidden_size} "
                     f"differs from its {config.target_hidden_size}; set init.{name}={mend}"
                 )
-    if start.layer == "target":
+    if start.copies_layer(config):
         _require_layers(config, weights=TargetWeights(target_dir), num_target_layers=num_target_layers)
 
 
@@ -170,22 +185,20 @@ def _copy_layers(head: DraftHead, *, weights: TargetWeights, num_target_layers: 
             suffix: weights.require(f"layers.{source}.{suffix}").float() for suffix in layer_suffixes(head.config)
         }
         if index == 0:
-            tensors = _first_layer(tensors, kind=head.config.kind)
+            tensors = _first_layer(tensors)
         for suffix, tensor in tensors.items():
             layer.get_parameter(suffix).copy_(tensor)
         if head.config.attention_bias:
             _copy_biases(layer, weights=weights, source=source)
 
 
-def _first_layer(tensors: dict[str, Tensor], *, kind: str) -> dict[str, Tensor]:
-    """The target's layer as the first layer of a head, whose input is another."""
+def _first_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The target's layer as the first layer of a head: half of its projections for each half of the input."""
     tensors = dict(tensors)
-    norm_H = tensors.pop("input_layernorm.weight")
+    tensors["hidden_norm.weight"] = tensors.pop("input_layernorm.weight")
     for name in WIDE:
-        weight = tensors[f"{name}.weight"]
-        tensors[f"{name}.weight"] = torch.cat((0.5 * weight, 0.5 * weight), dim=1) if kind == "eagle3" else weight * norm_H
-    if kind == "eagle3":
-        tensors["hidden_norm.weight"] = norm_H
+        half = 0.5 * tensors[f"{name}.weight"]
+        tensors[f"{name}.weight"] = torch.cat((half, half), dim=1)
     return tensors
 
 

@@ -42,7 +42,7 @@ def _rotary_config(config: HeadConfig) -> LlamaConfig:
     if parameters.get("rope_type") == "dynamic":
         parameters = {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
     return LlamaConfig(
-        hidden_size=config.hidden_size,
+        hidden_size=config.num_attention_heads * config.head_dim,  # only the head size matters for the rotation
         num_attention_heads=config.num_attention_heads,
         num_key_value_heads=config.num_key_value_heads,
         head_dim=config.head_dim,

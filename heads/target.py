@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from eyas.heads.files import read_json
 
+
 @dataclass(frozen=True)
 class TargetPieces:
     """Frozen weights of the target that a head works with, as stored (usually bfloat16 or float32)."""

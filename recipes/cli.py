@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from eyas.recipes import head_commands
+
 if TYPE_CHECKING:
     from eyas.recipes.schema import Recipe
 
@@ -156,20 +158,8 @@ def plan(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     typer.echo("\n".join(lines))
 
 
-@app.command()
-def check(
-    head_dir: Annotated[Path, typer.Argument(help="Directory of an exported head.")],
-    target: Annotated[Path | None, typer.Option(help="Directory of its target, to check that the two fit.")] = None,
-) -> None:
-    """Check that vLLM would read a head directory as it is meant."""
-    from eyas.heads.formats.vllm import check_head
-
-    problems = check_head(head_dir, target_dir=target)
-    for problem in problems:
-        typer.echo(f"problem: {problem}", err=True)
-    if problems:
-        raise typer.Exit(USER_ERROR)
-    typer.echo(f"{head_dir}: no problem found")
+app.command()(head_commands.check)
+app.command()(head_commands.convert)
 
 
 @app.command()

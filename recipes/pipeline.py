@@ -68,7 +68,7 @@ def _run_one(stage: Stage, *, run_dir: Path, say: Say) -> None:
 
 def _require_head_possible(run: Run, *, last: str) -> None:
     """Fail before features are extracted when the head cannot be made for the target, unless it has been made."""
-    if "train" in stage_names(run.recipe, last=last) and not (run.directory("train") / MANIFEST).is_file():
+    if "extract" in stage_names(run.recipe, last=last) and not (run.directory("train") / MANIFEST).is_file():
         require_head_possible(run)
 
 

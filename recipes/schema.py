@@ -190,6 +190,7 @@ class Recipe(Section):
                 "init.lm_head": self.init.lm_head != "target",
                 "init.train_lm_head": self.init.train_lm_head is True,
                 "init.final_norm": self.init.final_norm != "target",
+                "init.layer": self.init.layer == "target",
             }
             for key, used in eagle3_only.items():
                 if used:

@@ -80,15 +80,19 @@ class Init(Section):
     head: str | None = Field(default=None, min_length=1, description="directory of a head to go on from, any format")
     lm_head: Literal["target", "random"] = Field(default="target", description="EAGLE-3: rows of the target's lm_head")
     train_lm_head: bool | None = Field(
-        default=None, description="EAGLE-3: false keeps lm_head frozen; null = trained (EAGLE reads out with the target's)"
+        default=None,
+        description="EAGLE-3: false keeps lm_head frozen; null = trained (EAGLE reads out with the target's)",
     )
     final_norm: Literal["target", "ones"] = Field(default="target", description="EAGLE-3: norm before lm_head")
-    layer: Literal["target", "random"] = Field(default="target", description="draft layers from the target's last ones")
+    layer: Literal["target", "random"] | None = Field(
+        default=None,
+        description="draft layers from the target's last ones; null = target for EAGLE-3, random for EAGLE",
+    )
 
     @model_validator(mode="after")
     def _check_head(self) -> Self:
         if self.head is not None:
-            parts = {"lm_head": "target", "final_norm": "target", "layer": "target"}
+            parts = {"lm_head": "target", "final_norm": "target", "layer": None}
             for name, default in parts.items():
                 if getattr(self, name) != default:
                     raise ValueError(f"{name}: nothing is initialised when init.head is given; remove one of the two")

@@ -48,7 +48,9 @@ def train_stage(run: Run) -> Stage:
         from eyas.train.run import TrainedInputs, run_training
 
         parameters = head_parameters(
-            head, target=read_target_shape(run.target_dir), captured=num_captured(recipe.features, kind=recipe.head.kind)
+            head,
+            target=read_target_shape(run.target_dir),
+            captured=num_captured(recipe.features, kind=recipe.head.kind),
         )
         require_free_bytes(out_dir, needed=checkpoint_bytes(parameters), what="training (two checkpoints and the head)")
         return run_training(
@@ -131,9 +133,7 @@ def require_head_possible(run: Run) -> None:
     if layers is None:
         target = load_target_config(run.target_dir, trust_remote_code=trusted)
         layers = default_capture_layers(target.num_hidden_layers)
-    require_possible(
-        head_plan(recipe), target_dir=run.target_dir, capture_layers=layers, trust_remote_code=trusted
-    )
+    require_possible(head_plan(recipe), target_dir=run.target_dir, capture_layers=layers, trust_remote_code=trusted)
 
 
 def loss_terms(train: Train) -> Losses:
@@ -191,10 +191,15 @@ def export_stage(run: Run) -> Stage:
             dtype=served,
             to=form,
             verifier=recipe.target.model,
+            draft_tokens=recipe.score.draft_lengths[0],
             card=_card(run),
         )
 
-    settings = recipe.export.model_dump(mode="json") | {"dtype": dtype, "target": recipe.target.model}
+    settings = recipe.export.model_dump(mode="json") | {
+        "dtype": dtype,
+        "target": recipe.target.model,
+        "draft_tokens": recipe.score.draft_lengths[0],
+    }
     inputs = {"target": run.target_fingerprint, "head": output_fingerprint(train_dir, under="head/")}
     return Stage(name="export", settings=settings, inputs=inputs, body=body)
 

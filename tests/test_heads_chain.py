@@ -120,9 +120,7 @@ def test_the_chain_drafter_is_training_teacher_forced_on_its_own_tokens(variant:
     )
     own = document.token_ids_T.clone()
     own[slot + 2 : slot + 2 + num_tokens] = torch.tensor(draft)
-    forced = _training_document(
-        head, num_tokens, document=Document(own, MASK, document.captured_TX, document.last_TH)
-    )
+    forced = _training_document(head, num_tokens, document=Document(own, MASK, document.captured_TX, document.last_TH))
     outputs = trained_hidden_states(head, forced, embedding_VH=embedding, num_steps=num_tokens)
     row = [int((slots == slot).nonzero()) for slots in forced.slots]
     trained = [

@@ -1,35 +1,158 @@
-"""The vLLM head directory: round trip, and everything that the engine would refuse or misread."""
+"""The three layouts of a head directory: round trips without a lost bit, and what each cannot express."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
 
-from eyas.heads.config import head_config_for_target, load_target_config
-from eyas.heads.drafting import chain_statistics, leading_hits, simulate_chains
-from eyas.heads.eagle3 import Eagle3Head
-from eyas.heads.formats.vllm import check_head, export_head, read_head, write_head
-from eyas.heads.initialise import new_head
-from eyas.heads.prediction import acceptance_predictor
-from eyas.heads.target import HiddenStateCapture, load_target_model, load_target_pieces
+from eyas.heads.config import HeadConfig
+from eyas.heads.formats.files import FLOATS, FORMATS, Format, HeadFiles, expected_shapes
+from eyas.heads.formats.read import read_files, read_head
+from eyas.heads.formats.write import write_files, write_head
 from tests import tiny
 
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 500000.0},
+    {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    {"rope_type": "linear", "rope_theta": 500000.0, "factor": 2.0},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
+]
 
-def _head_for(target: Path, *, seed: int = 0) -> Eagle3Head:
-    config = head_config_for_target(
-        load_target_config(target), draft_vocab_size=128, capture_layers=tiny.CAPTURE_LAYERS
+
+@st.composite
+def configs(draw: st.DrawFn) -> HeadConfig:
+    """Any head whose sizes the engine's config class accepts."""
+    heads = draw(st.sampled_from([1, 2, 4]))
+    hidden = heads * draw(st.sampled_from([4, 8]))
+    vocab = draw(st.integers(8, 24))
+    fields: dict[str, Any] = {
+        "hidden_size": hidden,
+        "target_hidden_size": hidden,
+        "intermediate_size": draw(st.integers(1, 9)),
+        "num_layers": draw(st.sampled_from([1, 1, 2])),
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw(st.sampled_from([count for count in (1, 2, 4) if heads % count == 0])),
+        "head_dim": draw(st.sampled_from([hidden // heads, 6])),
+        "vocab_size": vocab,
+        "draft_vocab_size": vocab,
+        "rms_norm_eps": draw(st.sampled_from([1e-5, 1e-6])),
+        "rope_parameters": draw(st.sampled_from(ROPES)),
+        "max_position_embeddings": draw(st.sampled_from([64, 256])),
+        "attention_bias": draw(st.booleans()),
+        "own_embedding": draw(st.booleans()),
+    }
+    if draw(st.integers(0, 3)) == 0:
+        return HeadConfig(**fields, kind="eagle", capture_layers=(), fc_bias=draw(st.booleans()))
+    switches = {
+        name: draw(st.booleans()) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    }
+    if fields["own_embedding"]:
+        fields["target_hidden_size"] = draw(st.sampled_from([hidden, 5]))
+    fields["draft_vocab_size"] = draw(st.integers(1, vocab))
+    return HeadConfig(
+        **fields,
+        **switches,
+        layer=draw(st.sampled_from(["llama", "qwen3"])),
+        capture_layers=draw(st.sampled_from([None, (1,), (2, 4, 6), (2, 3, 4), (1, 2, 3, 9)])),
+        sliding_window=draw(st.sampled_from([None, 7])),
     )
-    return tiny.random_head(config, seed=seed)
 
 
-def test_a_written_head_reads_back(tmp_path: Path) -> None:
-    head = tiny.random_head(tiny.head_config())
-    write_head(tmp_path, head, dtype=torch.float32)
+@st.composite
+def head_files(draw: st.DrawFn) -> HeadFiles:
+    """A head with weights of every stored type, subnormal and negative zero included."""
+    config = draw(configs())
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    dtypes = draw(st.sampled_from([(dtype,) for dtype in FLOATS] + [FLOATS]))
+    tensors = {}
+    for index, (name, shape) in enumerate(expected_shapes(config).items()):
+        tensors[name] = torch.randn(shape, generator=generator).to(dtypes[index % len(dtypes)])
+        tensors[name].view(-1)[0] = -0.0
+    ids_D = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
+    return HeadFiles(
+        format="vllm",
+        config=config,
+        tensors=tensors,
+        target_ids_D=ids_D,
+        verifier=draw(st.sampled_from([None, "org/target"])),
+        draft_tokens=draw(st.integers(1, 9)),
+        verifier_architectures=("LlamaForCausalLM",),
+    )
+
+
+def expressible(config: HeadConfig, to: Format) -> bool:
+    """What the layouts can hold, said independently of the writers."""
+    if to == "vllm":
+        return not config.fc_bias
+    flags = [config.norm_before_residual, config.norm_before_fc, config.fc_norm, config.norm_output]
+    if to == "speculators":
+        same_width = config.hidden_size == config.target_hidden_size
+        return config.kind == "eagle3" and same_width and not (config.norm_before_fc and config.fc_norm)
+    plain = not any([*flags, config.attention_bias, config.sliding_window]) and config.layer == "llama"
+    plain = plain and config.rope_parameters in ROPES[:3]
+    if config.kind == "eagle":
+        return plain and config.head_dim * config.num_attention_heads == config.hidden_size
+    return plain and config.num_layers == 1 and config.capture_layers in (None, (2, 3, 4))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equality that tells -0.0 from 0.0 and one float type from another."""
+    kind = torch.int32 if one.element_size() == 4 else torch.int16
+    return one.dtype == other.dtype and torch.equal(one.view(kind), other.view(kind))
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@given(files=head_files())
+def test_round_trips_are_bit_exact_or_refused(to: Format, files: HeadFiles) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        if not expressible(files.config, to):
+            with pytest.raises(ValueError, match=r"--to (vllm|eagle-repo)"):
+                write_files(directory, files, to=to)
+            assert not list(directory.iterdir())
+            return
+        write_files(directory, files, to=to)
+        again = read_files(directory)
+    config = files.config
+    if to == "eagle-repo" and config.kind == "eagle3":
+        config = replace(config, capture_layers=None)
+    assert again.config == config
+    assert again.format == to
+    assert torch.equal(again.target_ids_D, files.target_ids_D)
+    assert set(again.tensors) == set(files.tensors)
+    assert all(same_bits(again.tensors[name], tensor) for name, tensor in files.tensors.items())
+    if to == "speculators":
+        assert (again.verifier, again.draft_tokens) == (files.verifier, files.draft_tokens)
+        assert again.verifier_architectures == files.verifier_architectures
+
+
+@pytest.mark.parametrize("variant", tiny.VARIANTS)
+def test_a_written_head_reads_back_as_the_same_module(variant: str, tmp_path: Path) -> None:
+    head = tiny.random_head(tiny.head_config(**tiny.VARIANTS[variant]))
+    to: Format = "eagle-repo" if head.config.fc_bias and not head.config.attention_bias else "vllm"
+    if head.config.fc_bias and to == "vllm":
+        with pytest.raises(ValueError, match="fc has a bias"):
+            write_head(tmp_path, head, dtype=torch.float32)
+        return
+    write_head(tmp_path, head, dtype=torch.float32, to=to)
     again = read_head(tmp_path)
     assert again.config == head.config
     assert torch.equal(again.draft_to_target_D, head.draft_to_target_D)
@@ -37,152 +160,79 @@ def test_a_written_head_reads_back(tmp_path: Path) -> None:
         assert torch.equal(ours, theirs), name
 
 
-def test_d2t_holds_offsets_and_t2d_the_same_vocabulary(tmp_path: Path) -> None:
-    head = tiny.random_head(tiny.head_config())
+def test_vllm_files_name_everything_that_has_a_default(tmp_path: Path) -> None:
+    head = tiny.random_head(tiny.head_config(capture_layers=(1, 4), norm_before_fc=True))
     write_head(tmp_path, head, dtype=torch.bfloat16)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 4]
+    assert config["num_aux_hidden_states"] == 2  # vLLM's Llama class does not count the ids
+    assert config["eagle_config"] == {  # SGLang adds 1 to these
+        "eagle_aux_hidden_state_layer_ids": [0, 3],
+        "use_aux_hidden_state": True,
+        "norm_before_fc": True,
+    }
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    assert [config[name] for name in flags] == [False, True, False, False]
     tensors = load_file(tmp_path / "model.safetensors")
     assert torch.equal(tensors["d2t"] + torch.arange(40), head.draft_to_target_D)
     assert tensors["t2d"].nonzero().squeeze(1).tolist() == head.draft_to_target_D.tolist()
     assert tensors["fc.weight"].dtype == torch.bfloat16
-    assert "embed_tokens.weight" not in tensors
+    assert "midlayer.hidden_norm.weight" in tensors
+    assert not [name for name in tensors if name.startswith(("layers.0.", "embed_tokens"))]
 
 
-def _edit_config(directory: Path, **changes: object) -> None:
-    path = directory / "config.json"
-    config = json.loads(path.read_text())
-    for key, value in changes.items():
-        if value is None:
-            del config[key]
-        else:
-            config[key] = value
-    path.write_text(json.dumps(config))
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_whole_vocabulary_has_no_mapping(to: Format, tmp_path: Path) -> None:
+    write_head(
+        tmp_path,
+        tiny.random_head(tiny.head_config(draft_vocab_size=100, capture_layers=(2, 3, 4))),
+        dtype=torch.float32,
+        to=to,
+    )
+    assert not {"d2t", "t2d"} & set(load_file(tmp_path / "model.safetensors"))
+    assert read_files(tmp_path).target_ids_D.tolist() == list(range(100))
 
 
-def _edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
+def test_speculators_files_keep_the_names_of_the_layers(tmp_path: Path) -> None:
+    head = tiny.random_head(tiny.head_config(num_layers=2, layer="qwen3"))
+    write_head(tmp_path, head, dtype=torch.float32, to="speculators", verifier="org/target", draft_tokens=5)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["norm_before_residual"] is False  # vLLM's default here is true
+    assert config["transformer_layer_config"]["model_type"] == "qwen3"
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert {"layers.0.hidden_norm.weight", "layers.1.input_layernorm.weight"} <= names
 
 
-def _nan(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["norm.weight"][0] = float("nan")
+def test_the_repository_says_bias_only_to_deny_it(tmp_path: Path) -> None:
+    for bias in (True, False):
+        directory = tmp_path / str(bias)
+        config = tiny.head_config(**tiny.EAGLE, fc_bias=bias, head_dim=8)
+        write_head(directory, tiny.random_head(config), dtype=torch.float32, to="eagle-repo")
+        written = json.loads((directory / "config.json").read_text())
+        assert written.get("bias", True) is bias
+        assert written["architectures"] == ["LlamaForCausalLM"]
 
 
-def _absolute_ids(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["d2t"] = tensors["d2t"] + torch.arange(tensors["d2t"].shape[0])
-
-
-def _other_t2d(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["t2d"] = ~tensors["t2d"]
-
-
-BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "no config": (lambda d: (d / "config.json").unlink(), "config.json is missing"),
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), "model.safetensors is missing"),
-    "garbage weights": (lambda d: (d / "model.safetensors").write_bytes(b"x" * 100), "header"),
-    "wrong architecture": (lambda d: _edit_config(d, architectures=["LlamaForCausalLM"]), "architectures"),
-    "no layer ids": (lambda d: _edit_config(d, eagle_aux_hidden_state_layer_ids=None), "is missing"),
-    "ids unsorted": (lambda d: _edit_config(d, eagle_aux_hidden_state_layer_ids=[3, 1, 2]), "ascending"),
-    "residual variant": (lambda d: _edit_config(d, norm_before_residual=True), "norm_before_residual"),
-    "two layers": (lambda d: _edit_config(d, num_hidden_layers=2), "one-layer"),
-    "text for a number": (lambda d: _edit_config(d, hidden_size="64"), "must be of type int"),
-    "shape": (lambda d: _edit_config(d, intermediate_size=99), "config.json implies"),
-    "missing tensor": (lambda d: _edit_tensors(d, lambda t: t.pop("fc.weight")), "fc.weight is missing"),
-    "unknown tensor": (lambda d: _edit_tensors(d, lambda t: t.update(x=torch.ones(1))), "does not know: x"),
-    "nan": (lambda d: _edit_tensors(d, _nan), "NaN"),
-    "no d2t": (lambda d: _edit_tensors(d, lambda t: t.pop("d2t")), "d2t is missing"),
-    "d2t not offsets": (lambda d: _edit_tensors(d, _absolute_ids), "offsets"),
-    "t2d differs": (lambda d: _edit_tensors(d, _other_t2d), "different draft vocabularies"),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_directory_is_named(case: str, tmp_path: Path, tiny_target: Path) -> None:
-    write_head(tmp_path, _head_for(tiny_target), dtype=torch.float32)
-    assert check_head(tmp_path, target_dir=tiny_target) == []
-    breakage, message = BROKEN[case]
-    breakage(tmp_path)
-    problems = check_head(tmp_path, target_dir=tiny_target)
-    assert message in "; ".join(problems)
-    with pytest.raises(ValueError, match="usable EAGLE-3 head"):
+def test_captured_layers_that_the_files_leave_open_come_from_the_target(tmp_path: Path) -> None:
+    head = tiny.random_head(tiny.head_config(capture_layers=(2, 5, 7)))
+    write_head(tmp_path, head, dtype=torch.float32, to="eagle-repo")
+    assert read_files(tmp_path).config.capture_layers is None
+    with pytest.raises(ValueError, match="name the target"):
         read_head(tmp_path)
-    with pytest.raises(ValueError, match="misread"):
-        export_head(tmp_path / "out", head_dir=tmp_path, target_dir=tiny_target, dtype=torch.float32)
-    assert not (tmp_path / "out").exists()
+    assert read_head(tmp_path, num_target_layers=10).config == head.config
 
 
-def test_a_head_of_another_size_does_not_fit_the_target(tmp_path: Path, tiny_target: Path) -> None:
-    write_head(tmp_path, tiny.random_head(tiny.head_config()), dtype=torch.float32)
-    problems = "; ".join(check_head(tmp_path, target_dir=tiny_target))
-    assert "hidden size is 32, the target's 64" in problems
-    assert "vocabulary has 100 tokens, the target's 320" in problems
-
-
-def test_a_head_initialised_from_the_target_is_its_last_layer_run_early(tiny_target: Path) -> None:
-    """Without random parts, and reading the feature alone, the head's step equals the target's last layer."""
-    pieces = load_target_pieces(tiny_target)
-    config = load_target_config(tiny_target)
-    layers = (1, 2, config.num_hidden_layers - 1)
-    head = new_head(
-        head_config_for_target(config, draft_vocab_size=320, capture_layers=layers),
-        draft_to_target_D=torch.arange(320),
-        pieces=pieces,
-        target_dir=tiny_target,
-        num_target_layers=config.num_hidden_layers,
-        from_target=True,
-        seed=0,
-    )
-    with torch.no_grad():
-        head.fc.weight.zero_()
-        head.fc.weight[:, -64:] = torch.eye(64)
-        for projection in (
-            head.midlayer.self_attn.q_proj,
-            head.midlayer.self_attn.k_proj,
-            head.midlayer.self_attn.v_proj,
-        ):
-            assert torch.equal(projection.weight[:, :64], projection.weight[:, 64:])
-            projection.weight[:, :64] = 0.0
-            projection.weight[:, 64:] *= 2.0
-    capture = HiddenStateCapture(load_target_model(tiny_target, dtype=torch.float32), capture_layers=layers)
-    captured_BTX, last_BTH = capture(torch.arange(3, 20)[None])
-    from eyas.train.batches import TrainingDocument
-    from eyas.train.objective import trained_hidden_states
-
-    document = TrainingDocument(
-        next_ids_T=torch.arange(4, 21), captured_TX=captured_BTX[0], last_TH=last_BTH[0], slots=[torch.arange(17)]
-    )
-    with torch.inference_mode():
-        (output_TH,) = trained_hidden_states(head, document, embedding_VH=pieces.embedding_VH, num_steps=1)
-        normed_TH = head.norm(output_TH)
-    torch.testing.assert_close(normed_TH, last_BTH[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(head.lm_head.weight, pieces.readout_VH)
-
-
-def test_chains_jump_by_what_is_accepted() -> None:
-    truth = torch.tensor([9, 9, 5, 6, 7, 8, 1, 2])
-    slots = torch.arange(1, 6)  # prompt of two tokens: slot 1 proposes token 3
-    drafts = torch.tensor([[6, 7, 0], [7, 8, 1], [0, 0, 0], [0, 0, 0], [2, 4, 4]])
-    # slot 1: 6 7 right, then a miss -> 2, next slot 4: miss -> 0, slot 5: 2 right -> 1
-    assert simulate_chains(drafts, truth_T=truth, slots_S=slots) == [2, 0, 1]
-    statistics = chain_statistics([2, 0, 1], num_tokens=3)
-    assert statistics.hits == (2, 1, 0)
-    assert statistics.tau == pytest.approx(2.0)
-    assert statistics.marginal == pytest.approx((2 / 3, 1 / 3, 0))
-    assert chain_statistics([], num_tokens=3).tau == 1.0
-    assert leading_hits([1, 2, 3], [1, 2]) == 2
-
-
-def test_the_predictor_counts_what_a_chain_by_hand_counts(tmp_path: Path, tiny_target: Path) -> None:
-    write_head(tmp_path, _head_for(tiny_target), dtype=torch.float32)
-    predict = acceptance_predictor(
-        tmp_path, target_dir=tiny_target, draft_length=3, dtype="float32", trust_remote_code=False
-    )
-    model = load_target_model(tiny_target, dtype=torch.float32)
-    prompt = torch.arange(10, 20)[None]
-    with torch.inference_mode():
-        answer = model.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=-1)[0].tolist()
-    accepted = predict(answer, 10)
-    # Every step but the last yields accepted + 1 of the 19 tokens that follow the first answer token.
-    assert sum(accepted) + len(accepted) >= 19 > sum(accepted[:-1]) + len(accepted) - 1
-    assert predict(answer[:11], 10) == []
+def test_a_draft_vocabulary_out_of_order_is_sorted_with_its_readout(tmp_path: Path) -> None:
+    head = tiny.random_head(tiny.head_config())
+    write_head(tmp_path, head, dtype=torch.float32)
+    files = read_files(tmp_path)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    tensors = {**files.tensors, "lm_head.weight": files.tensors["lm_head.weight"][order]}
+    shuffled = replace(files, tensors=tensors, target_ids_D=files.target_ids_D[order])
+    write_files(tmp_path / "shuffled", shuffled, to="vllm")
+    assert torch.equal(read_files(tmp_path / "shuffled").target_ids_D, shuffled.target_ids_D)
+    again = read_head(tmp_path / "shuffled")
+    assert torch.equal(again.draft_to_target_D, head.draft_to_target_D)
+    assert torch.equal(again.get_parameter("lm_head.weight"), head.get_parameter("lm_head.weight"))

@@ -51,7 +51,23 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             recipe=recipe, run_dir=recipe.run_directory, target_dir=tmp_path, target_fingerprint="target"
         ),
     )
+    monkeypatch.setattr(pipeline, "require_head_possible", lambda _run: None)
     return done
+
+
+def test_a_head_that_cannot_be_made_stops_the_run_before_any_stage(
+    tmp_path: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def impossible(_run: Run) -> None:
+        raise ValueError("init.layer=random")
+
+    monkeypatch.setattr(pipeline, "require_head_possible", impossible)
+    for last in ("extract", "train"):
+        with pytest.raises(ValueError, match=r"init\.layer=random"):
+            run_until(make_recipe(tmp_path), last=last, say=lambda _line: None)
+    assert log == []
+    run_until(make_recipe(tmp_path), last="prepare", say=lambda _line: None)
+    assert log == ["prepare"]
 
 
 def test_the_second_run_does_nothing(tmp_path: Path, log: list[str]) -> None:

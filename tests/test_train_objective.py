@@ -157,7 +157,9 @@ def test_noise_is_uniform_of_the_given_width_and_a_function_of_its_place() -> No
     torch.testing.assert_close(scaled, constant * 4.0)  # 512 / 128 tokens
     assert torch.equal(FeatureNoise(kind="none", width=0.2).apply(states, seed=1, step=2, document=3), states)
     for place in ({"seed": 0}, {"step": 0}, {"document": 0}):
-        other = FeatureNoise(kind="constant", width=0.2).apply(states, **({"seed": 1, "step": 2, "document": 3} | place))
+        other = FeatureNoise(kind="constant", width=0.2).apply(
+            states, **({"seed": 1, "step": 2, "document": 3} | place)
+        )
         assert not torch.equal(other, constant)
 
 

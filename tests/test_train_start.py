@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,7 @@ def _start(plan: HeadPlan, inputs: tuple[Path, Path, Path]) -> DraftHead:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_every_kind_of_head_trains_and_reads_back(
-    name: str, inputs: tuple[Path, Path, Path], tmp_path: Path
-) -> None:
+def test_every_kind_of_head_trains_and_reads_back(name: str, inputs: tuple[Path, Path, Path], tmp_path: Path) -> None:
     target, tokens, features = inputs
     plan = training.plan(**PLANS[name])
     require_possible(plan, target_dir=target, capture_layers=tiny.CAPTURE_LAYERS, trust_remote_code=False)
@@ -73,26 +72,20 @@ def test_every_kind_of_head_trains_and_reads_back(
         assert torch.equal(before, after) == (not before.requires_grad), tensor
 
 
-def test_eagle_trains_with_regression_noise_and_the_top_k_term(
-    inputs: tuple[Path, Path, Path], tmp_path: Path
-) -> None:
+def test_eagle_trains_with_regression_noise_and_the_top_k_term(inputs: tuple[Path, Path, Path], tmp_path: Path) -> None:
     target, tokens, features = inputs
     arguments: dict[str, Any] = {
         "target": target,
         "tokens": tokens,
         "features": features,
         "plan": training.plan(kind="eagle", draft_vocab_size="auto"),
-        "losses": Losses(
-            token=TokenLoss(weight=0.1, top_k=5, top_k_weight=1.0), feature_weight=1.0, detach=True
-        ),
+        "losses": Losses(token=TokenLoss(weight=0.1, top_k=5, top_k_weight=1.0), feature_weight=1.0, detach=True),
         "loop": training.shorter(training.LOOP, epochs=2, noise=FeatureNoise(kind="length", width=0.2)),
     }
     counts = training.train(tmp_path / "one", **arguments)
     assert counts["draft_vocab_size"] == load_target_config(target).vocab_size
     assert counts["draft_coverage_heldout"] == 1.0
-    records = [
-        record for record in training.metrics(tmp_path / "one") if "smooth_l1_1" in record
-    ]
+    records = [record for record in training.metrics(tmp_path / "one") if "smooth_l1_1" in record]
     assert records[-1]["smooth_l1_1"] < records[0]["smooth_l1_1"]
     again = training.train(tmp_path / "two", **arguments)
     assert again["heldout_tau"] == counts["heldout_tau"]  # noise included, a run is a function of its seed
@@ -191,7 +184,9 @@ def test_each_part_starts_where_it_is_told(part: str, inputs: tuple[Path, Path, 
             assert torch.equal(ours, theirs), name
     assert torch.equal(standard.lm_head.weight, pieces.readout_VH[:128].float())
     assert torch.equal(standard.norm.weight, pieces.final_norm_H.float())
-    assert not torch.equal(dict(standard.named_parameters())[_named(part)], dict(other.named_parameters())[_named(part)])
+    assert not torch.equal(
+        dict(standard.named_parameters())[_named(part)], dict(other.named_parameters())[_named(part)]
+    )
 
 
 def _named(part: str) -> str:
@@ -212,3 +207,19 @@ def test_the_automatic_size_is_the_smallest_that_covers() -> None:
 
         assert covered(size) >= share
         assert size <= 128 or covered(min(size, 2944) - 128 if size < 3000 else 2944) < share
+
+
+def test_a_bias_of_the_repository_layout_is_left_behind_unless_asked_for(
+    inputs: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    biased = training.plan(kind="eagle", draft_vocab_size="auto", fc_bias=True)
+    head = _start(biased, inputs)
+    with torch.no_grad():
+        head.fc.bias.add_(1.0)
+    write_head(tmp_path, head, dtype=torch.float32, to="eagle-repo")
+    kept = _start(replace(biased, init_head=tmp_path), inputs)
+    assert torch.equal(kept.fc.bias, head.fc.bias)
+    with pytest.warns(UserWarning, match=r"fc\.bias of .* is left out"):
+        left = _start(replace(biased, init_head=tmp_path, fc_bias=False), inputs)
+    assert left.fc.bias is None
+    assert torch.equal(left.fc.weight, head.fc.weight)

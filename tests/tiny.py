@@ -23,6 +23,21 @@ CHAT_TEMPLATE = (
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 320
 CAPTURE_LAYERS = (1, 2, 3)
+EAGLE: dict[str, Any] = {"kind": "eagle", "capture_layers": (), "draft_vocab_size": 100}
+"""Changes that make the small head of `head_config` an EAGLE head."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "eagle3": {},
+    "eagle3.1": {"fc_norm": True, "norm_output": True},
+    "norms": {"norm_before_residual": True, "norm_before_fc": True},
+    "qwen3": {"layer": "qwen3", "attention_bias": True},
+    "layers": {"num_layers": 3, "attention_bias": True},
+    "window": {"num_layers": 2, "sliding_window": 4},
+    "embedding": {"own_embedding": True, "hidden_size": 48, "target_hidden_size": 32},
+    "full vocabulary": {"draft_vocab_size": 100},
+    "eagle": EAGLE,
+    "eagle bias": {**EAGLE, "fc_bias": True, "num_layers": 2, "attention_bias": True},
+}
+"""Changes to `head_config` that between them touch every switch of a head."""
 
 
 def teach_target(directory: Path, conversations: Path, *, steps: int = 150) -> Path:

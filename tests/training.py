@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from eyas.heads.initialise import HeadStart
 from eyas.train.data.prepare import prepare
 from eyas.train.features.extract import extract
 from eyas.train.loop import LoopSettings
-from eyas.heads.initialise import HeadStart
 from eyas.train.losses import TokenLoss
 from eyas.train.noise import FeatureNoise
 from eyas.train.objective import Losses

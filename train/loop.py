@@ -64,9 +64,7 @@ class HeadObjective(nn.Module):
     embedding_VH: Tensor
     target_readout_DH: Tensor
 
-    def __init__(
-        self, head: DraftHead, *, embedding_VH: Tensor, target_readout_DH: Tensor, losses: Losses
-    ) -> None:
+    def __init__(self, head: DraftHead, *, embedding_VH: Tensor, target_readout_DH: Tensor, losses: Losses) -> None:
         super().__init__()
         self.head = head
         self.losses = losses

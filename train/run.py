@@ -14,6 +14,7 @@ from torch import Tensor
 
 from eyas.heads.files import read_json, write_json
 from eyas.heads.formats.read import read_head
+from eyas.heads.head import DraftHead
 from eyas.heads.target import TargetPieces, load_target_pieces
 from eyas.heads.target_source import target_fingerprint
 from eyas.heads.vocab import coverage
@@ -85,14 +86,7 @@ def run_training(
         seed=loop.seed,
         trust_remote_code=trust_remote_code,
     )
-    objective = HeadObjective(
-        head,
-        embedding_VH=pieces.embedding_VH.float(),
-        target_readout_DH=pieces.readout_VH[head.draft_to_target_D].to(
-            torch.bfloat16 if precision == "bf16" else torch.float32
-        ),
-        losses=losses,
-    )
+    objective = _objective(head, pieces=pieces, losses=losses, precision=precision)
     trainer = Trainer(
         accelerator=accelerator,
         objective=objective,
@@ -111,6 +105,17 @@ def run_training(
         counts |= _finish(out_dir, state=state, heldout=heldout, pieces=pieces, loop=loop, device=accelerator.device)
     accelerator.wait_for_everyone()
     return counts
+
+
+def _objective(head: DraftHead, *, pieces: TargetPieces, losses: Losses, precision: str) -> HeadObjective:
+    """Head and loss with the target's frozen pieces; the teacher's readout is kept in the type it is multiplied in."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    return HeadObjective(
+        head,
+        embedding_VH=pieces.embedding_VH.float(),
+        target_readout_DH=pieces.readout_VH[head.draft_to_target_D].to(dtype),
+        losses=losses,
+    )
 
 
 def _finish(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,7 +87,7 @@ def start_head(
         _require_same_shape(head.config, plan, layers=layers, target=target)
         if plan.vocabulary == "data" and head.config.draft_vocab_size < head.config.vocab_size:
             _require_same_vocabulary(head, vocabulary(head.config.draft_vocab_size))
-        head = _with_shared_embedding(head, pieces=pieces)
+        head = _adapted(head, plan, pieces=pieces)
         freeze(head, train_lm_head=plan.start.train_lm_head)
         return head
     size = plan.draft_vocab_size or target.vocab_size
@@ -207,16 +208,27 @@ def _require_same_vocabulary(head: DraftHead, vocabulary_D: Tensor) -> None:
         )
 
 
-def _with_shared_embedding(head: DraftHead, *, pieces: TargetPieces) -> DraftHead:
-    """An own embedding that is the target's is dropped: the engine shares it too, and nothing should train it."""
-    if head.embed_tokens is None:
+def _adapted(head: DraftHead, plan: HeadPlan, *, pieces: TargetPieces) -> DraftHead:
+    """The head without what training leaves behind: a copy of the target's embedding, and a bias in fc nobody asked for.
+
+    An own embedding that is the target's is shared again, as the engine would, so that nothing trains it. A bias in fc
+    belongs to the original repository's layout and has no place in vLLM.
+    """
+    config, state = head.config, dict(head.state_dict())
+    if head.embed_tokens is not None and _is_copy(head.embed_tokens.weight.detach(), of=pieces.embedding_VH):
+        config = replace(config, own_embedding=False)
+        del state["embed_tokens.weight"]
+    if config.fc_bias and not plan.fc_bias:
+        warnings.warn(f"fc.bias of {plan.init_head} is left out, since head.fc_bias is false", stacklevel=2)
+        config = replace(config, fc_bias=False)
+        del state["fc.bias"]
+    if config == head.config:
         return head
-    own_VH = head.embed_tokens.weight.detach()
-    target_VH = pieces.embedding_VH
-    # A head that was saved in a narrower type carries a rounded copy.
-    same = own_VH.shape == target_VH.shape and torch.equal(own_VH.to(torch.bfloat16), target_VH.to(torch.bfloat16))
-    if not same:
-        return head
-    shared = build_head(replace(head.config, own_embedding=False), draft_to_target_D=head.draft_to_target_D)
-    shared.load_state_dict({name: value for name, value in head.state_dict().items() if name != "embed_tokens.weight"})
-    return shared.float()
+    adapted = build_head(config, draft_to_target_D=head.draft_to_target_D)
+    adapted.load_state_dict(state)
+    return adapted.float()
+
+
+def _is_copy(own_VH: Tensor, *, of: Tensor) -> bool:
+    """Whether an embedding is the target's; a head saved in a narrower type carries a rounded copy."""
+    return own_VH.shape == of.shape and torch.equal(own_VH.to(torch.bfloat16), of.to(torch.bfloat16))

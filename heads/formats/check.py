@@ -19,10 +19,10 @@ from eyas.heads.formats import eagle_repo, speculators, vllm
 from eyas.heads.formats.check_config import detect_format, engine_findings, unsupported_findings
 from eyas.heads.formats.check_target import target_findings
 from eyas.heads.formats.check_tensors import mapping_findings, tensor_findings, unused
-from eyas.heads.formats.files import CONFIG_FILE, MAPPING, Format, HeadFiles, stored_tensors
+from eyas.heads.formats.files import CONFIG_FILE, MAPPING, Format, HeadFiles, stored_names, stored_tensors
 from eyas.heads.formats.findings import Finding, errors
 
-__all__ = ["Finding", "check_head", "errors", "inspect_head"]
+__all__ = ["Finding", "check_and_read", "check_head", "errors", "inspect_head"]
 
 UNREADABLE = "neither vLLM nor eyas can read the head"
 
@@ -33,13 +33,18 @@ def check_head(directory: Path, *, target_dir: Path | None) -> list[Finding]:
     Args:
         target_dir: the head's target, to check that the two fit; None checks the head alone.
     """
+    return check_and_read(directory, target_dir=target_dir)[0]
+
+
+def check_and_read(directory: Path, *, target_dir: Path | None) -> tuple[list[Finding], HeadFiles | None]:
+    """As `check_head`, with the head's content when it can be read."""
     findings, files = inspect_head(directory)
     if files is None:
-        return findings
+        return findings, None
     values = read_json(directory / CONFIG_FILE)
     findings += engine_findings(values, files.config, layout=files.format, path=directory / CONFIG_FILE)
-    findings += _served_differently(files, stored_names=set(stored_tensors(directory)), directory=directory)
-    return findings + ([] if target_dir is None else target_findings(files, target_dir))
+    findings += _served_differently(files, stored=stored_names(directory), directory=directory)
+    return findings + ([] if target_dir is None else target_findings(files, target_dir)), files
 
 
 def inspect_head(directory: Path) -> tuple[list[Finding], HeadFiles | None]:
@@ -114,10 +119,10 @@ def _head_files(
     )
 
 
-def _served_differently(files: HeadFiles, *, stored_names: set[str], directory: Path) -> list[Finding]:
+def _served_differently(files: HeadFiles, *, stored: set[str], directory: Path) -> list[Finding]:
     findings = []
     config = files.config
-    if config.draft_vocab_size == config.vocab_size and "d2t" in stored_names:
+    if config.draft_vocab_size == config.vocab_size and "d2t" in stored:
         what = f"{directory}: d2t in a head whose draft vocabulary is the target's whole vocabulary"
         consequence = "vLLM has no parameter for it then and refuses to load the head"
         findings.append(

@@ -9,7 +9,7 @@ import torch
 
 from eyas.heads.config import load_target_config
 from eyas.heads.files import fingerprint_file, write_text
-from eyas.heads.formats.check import check_head
+from eyas.heads.formats.check import check_head, inspect_head
 from eyas.heads.formats.files import WEIGHTS_FILE, Format
 from eyas.heads.formats.findings import Finding, errors
 from eyas.heads.formats.read import read_head
@@ -17,32 +17,47 @@ from eyas.heads.formats.write import write_head
 
 
 def export_head(
-    out_dir: Path, *, head_dir: Path, target_dir: Path, dtype: torch.dtype, to: Format, verifier: str, card: str
+    out_dir: Path,
+    *,
+    head_dir: Path,
+    target_dir: Path,
+    dtype: torch.dtype,
+    to: Format,
+    verifier: str,
+    draft_tokens: int,
+    card: str,
 ) -> dict[str, Any]:
     """Write the head of `head_dir` for serving in `dtype`, in layout `to`, with `card` as its README.md.
 
     Args:
-        verifier: name of the target, for layouts that note it.
+        verifier: name of the target, and `draft_tokens` to draft per step, for layouts that note them.
 
     Returns:
         Parameter count, bytes and fingerprint of the weights, and the warnings of the check of what was written.
 
     Raises:
-        ValueError: vLLM would refuse or misread the head, it does not fit the target, or the layout cannot hold it.
+        ValueError: vLLM would refuse or misread the head, it does not fit the target, or the layout cannot hold it. In the
+            EAGLE repository's layout, which vLLM need not serve, only what makes the head unreadable counts.
     """
-    _refuse_errors(check_head(head_dir, target_dir=target_dir), directory=head_dir)
+    _refuse_errors(_findings(head_dir, target_dir=target_dir, to=to), directory=head_dir)
     head = read_head(head_dir, num_target_layers=load_target_config(target_dir).num_hidden_layers)
-    write_head(out_dir, head, dtype=dtype, to=to, verifier=verifier)
+    write_head(out_dir, head, dtype=dtype, to=to, verifier=verifier, verifier_dir=target_dir, draft_tokens=draft_tokens)
     findings = check_head(out_dir, target_dir=target_dir)
-    _refuse_errors(findings, directory=out_dir)
+    _refuse_errors(_findings(out_dir, target_dir=target_dir, to=to), directory=out_dir)
     write_text(out_dir / "README.md", card)
     weights = out_dir / WEIGHTS_FILE
     return {
         "parameters": sum(parameter.numel() for parameter in head.parameters()),
         "bytes": weights.stat().st_size,
         "weights_fingerprint": fingerprint_file(weights),
-        "warnings": [str(finding) for finding in findings if finding.severity == "warning"],
+        "warnings": [str(finding) for finding in findings if finding.severity != "info"],
     }
+
+
+def _findings(directory: Path, *, target_dir: Path, to: Format) -> list[Finding]:
+    if to == "eagle-repo":
+        return inspect_head(directory)[0]
+    return check_head(directory, target_dir=target_dir)
 
 
 def _refuse_errors(findings: list[Finding], *, directory: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -81,6 +81,15 @@ def stored_tensors(directory: Path) -> dict[str, Tensor]:
             )
         tensors.update(found)
     return tensors
+
+
+def stored_names(directory: Path) -> set[str]:
+    """Names of the tensors of a directory that `stored_tensors` can read."""
+    names: set[str] = set()
+    for path in _weight_paths(directory):
+        with safe_open(path, framework="pt") as weights:
+            names.update(weights.keys())
+    return names
 
 
 def _weight_paths(directory: Path) -> list[Path]:

@@ -25,12 +25,14 @@ def write_head(
     dtype: torch.dtype,
     to: Format = "vllm",
     verifier: str | None = None,
+    verifier_dir: Path | None = None,
     draft_tokens: int = speculators.DEFAULT_DRAFT_TOKENS,
 ) -> None:
     """Write `head` with its weights in `dtype`.
 
     Args:
         verifier: name or directory of the target, and `draft_tokens` to draft per step, for layouts that note them.
+        verifier_dir: directory of the target when `verifier` is only a name.
 
     Raises:
         ValueError: the layout cannot hold this head.
@@ -43,7 +45,7 @@ def write_head(
         target_ids_D=head.draft_to_target_D.cpu(),
         verifier=verifier,
         draft_tokens=draft_tokens,
-        verifier_architectures=_architectures(verifier),
+        verifier_architectures=_architectures(verifier if verifier_dir is None else str(verifier_dir)),
     )
     write_files(directory, files, to=to)
 
@@ -60,6 +62,7 @@ def write_files(directory: Path, files: HeadFiles, *, to: Format) -> None:
         files = _without_zero_bias(files)
     values = _config_json(files, to=to)
     tensors = {_stored_name(name, files=files, to=to): tensor for name, tensor in files.tensors.items()}
+    _require_readable(values, files=files, to=to, path=directory / CONFIG_FILE)
     tensors |= mapping_tensors(files)
     weights = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"})
     write_bytes(directory / WEIGHTS_FILE, weights)
@@ -88,6 +91,17 @@ def convert_head(source: Path, destination: Path, *, to: Format, target: str | N
             files = replace(files, config=files.config.with_layers_of(layers))
     write_files(destination, files, to=to)
     return replace(files, format=to)
+
+
+def _require_readable(values: dict[str, Any], *, files: HeadFiles, to: Format, path: Path) -> None:
+    """Refuse a config that the engine would refuse or take for another head, such as a hidden size that the number of
+    attention heads does not divide."""
+    reader = {"vllm": vllm, "speculators": speculators, "eagle-repo": eagle_repo}[to]
+    again = reader.head_config(values, tensor_names=set(files.tensors), path=path)
+    layers = None if to == "eagle-repo" and again.kind == "eagle3" else files.config.capture_layers
+    # Rotations are written as they are, and read with defaults filled in.
+    if again != replace(files.config, capture_layers=layers, rope_parameters=again.rope_parameters):
+        raise ValueError(f"{path}: the {to} layout would read back as another head; write --to another layout")
 
 
 def _config_json(files: HeadFiles, *, to: Format) -> dict[str, Any]:
