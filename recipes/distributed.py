@@ -14,7 +14,7 @@ from typing import Any
 
 from eyas.recipes.run import open_run, stage_names
 from eyas.recipes.schema import Recipe
-from eyas.recipes.stage import partial_directory, run_lock, run_stage, stage_status
+from eyas.recipes.stage import partial_directory, read_manifest, run_lock, run_stage, stage_status
 from eyas.recipes.stages import STAGES
 
 
@@ -65,3 +65,5 @@ def train_in_processes(recipe: Recipe, *, say: Callable[[str], None]) -> None:
         say(f"{stage.name}: running in {processes.num_processes} processes")
         run_stage(replace(stage, body=body), run_dir=run.run_dir)
         say(f"{stage.name}: done")
+        for line in stage.describe(read_manifest(run.run_dir / stage.name)["counts"]):
+            say(f"{stage.name}: {line}")

@@ -11,7 +11,7 @@ from eyas.recipes.distributed import launched_processes, train_in_processes
 from eyas.recipes.load import dump_recipe, resolve_builtin
 from eyas.recipes.run import Run, open_run, stage_names
 from eyas.recipes.schema import Recipe
-from eyas.recipes.stage import MANIFEST, Stage, run_lock, run_stage, stage_status
+from eyas.recipes.stage import MANIFEST, Stage, read_manifest, run_lock, run_stage, stage_status
 from eyas.recipes.stages import STAGES
 from eyas.recipes.train_stages import require_head_possible
 
@@ -62,6 +62,8 @@ def _run_one(stage: Stage, *, run_dir: Path, say: Say) -> None:
     start = time.monotonic()
     if run_stage(stage, run_dir=run_dir):
         say(f"{stage.name}: done in {time.monotonic() - start:.1f} s")
+        for line in stage.describe(read_manifest(run_dir / stage.name)["counts"]):
+            say(f"{stage.name}: {line}")
     else:
         say(f"{stage.name}: skipped, {run_dir / stage.name} stands")
 

@@ -49,13 +49,18 @@ def _estimate_lines(run: Run, *, shape: TargetShape) -> list[str]:
         f"features disk:  {disk} = tokens x ({captured} captured layers + 1) x {shape.hidden_size} x dtype bytes "
         f"({per_token:,} bytes per token)",
         f"train disk:     {_gib(checkpoint_bytes(parameters))} (two checkpoints and the head)",
-        f"head:           {parameters / 1e6:.1f} million trained parameters",
+        f"head:           {_bound(recipe)}{parameters / 1e6:.1f} million trained parameters",
         f"train memory:   {_gib(training_bytes(parameters, target=shape))} without activations "
         "(16 bytes per trained parameter; embedding and lm_head of the target)",
         f"score memory:   {_gib(weight_bytes(run.target_dir))} weights + {recipe.score.kv_cache_gib} GiB KV cache "
         "(CPU) + the head, per engine; one engine at a time",
         "time:           not estimated; it depends on the machine",
     ]
+
+
+def _bound(recipe: Recipe) -> str:
+    """The size of an automatic draft vocabulary is known after the answers were counted."""
+    return "at most " if recipe.head.kind == "eagle3" and recipe.head.draft_vocab_size == "auto" else ""
 
 
 def _tokens(run: Run) -> tuple[int | None, str]:

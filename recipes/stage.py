@@ -36,6 +36,10 @@ RECORD = ".stage.json"
 Status = Literal["complete", "stale", "partial", "missing"]
 
 
+def _nothing(_counts: dict[str, Any]) -> list[str]:
+    return []
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """One step of a run.
@@ -46,12 +50,14 @@ class Stage:
         inputs: what it reads, each with a fingerprint.
         body: fills the directory it is given and returns counts (JSON values). The directory may hold what an
             earlier, interrupted call of the same stage left there.
+        describe: lines that tell a reader the outcome, from the counts.
     """
 
     name: str
     settings: dict[str, Any]
     inputs: dict[str, str]
     body: Callable[[Path], dict[str, Any]]
+    describe: Callable[[dict[str, Any]], list[str]] = _nothing
 
     @property
     def fingerprint(self) -> str:

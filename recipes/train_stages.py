@@ -84,7 +84,16 @@ def train_stage(run: Run) -> Stage:
     }
     if recipe.init.head is not None:
         inputs["init_head"] = head_fingerprint(init_directory(recipe))
-    return Stage(name="train", settings=settings, inputs=inputs, body=body)
+    return Stage(name="train", settings=settings, inputs=inputs, body=body, describe=_describe_training)
+
+
+def _describe_training(counts: dict[str, Any]) -> list[str]:
+    return [
+        f"draft vocabulary of {counts['draft_vocab_size']} tokens covers {counts['draft_coverage_heldout']:.1%} of the "
+        "held-out answer tokens",
+        f"held-out tau {counts['heldout_tau']:.3f} (k={counts['chain_length']}, {counts['estimator']}, "
+        f"{counts['heldout_conversations']} conversations)",
+    ]
 
 
 def head_plan(recipe: Recipe) -> HeadPlan:
@@ -201,7 +210,7 @@ def export_stage(run: Run) -> Stage:
         "draft_tokens": recipe.score.draft_lengths[0],
     }
     inputs = {"target": run.target_fingerprint, "head": output_fingerprint(train_dir, under="head/")}
-    return Stage(name="export", settings=settings, inputs=inputs, body=body)
+    return Stage(name="export", settings=settings, inputs=inputs, body=body, describe=lambda counts: counts["warnings"])
 
 
 def _card(run: Run) -> str:

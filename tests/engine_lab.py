@@ -38,8 +38,8 @@ def run_cases(
 
     A case has `target` and `prompts`, and optionally `head` with `method`, `num_speculative_tokens`, `max_tokens`,
     `max_model_len`, and `engine` and `speculative` (further arguments of `LLM` and of its speculative config). A result has `seconds` and either `error` (text of the
-    exception) or `drafts` ([tokens so far, drafted tokens] of every draft), `outputs` (generated tokens of each prompt)
-    and `accepted` (accepted counts of each prompt's draft steps).
+    exception) or `drafts` ([tokens so far, drafted tokens] of every draft), `outputs` (generated tokens of each prompt),
+    `accepted` (accepted counts of each prompt's draft steps) and `cached` (prompt tokens found in the prefix cache).
 
     Raises:
         RuntimeError: the process died; the results until then are in `directory`.
@@ -85,6 +85,15 @@ def compare(case: dict[str, Any], result: dict[str, Any], *, head: DraftHead, ti
     Two best logits tie when their difference is below `tie` times the larger one's size.
     """
     assert result["error"] is None, result["error"]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # matrices this small take five times as long in two threads that have to meet
+    try:
+        return _compared(case, result, head=head, tie=tie)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _compared(case: dict[str, Any], result: dict[str, Any], *, head: DraftHead, tie: float) -> Comparison:
     target = Path(case["target"])
     pieces = load_target_pieces(target)
     capture = HiddenStateCapture(
@@ -224,6 +233,7 @@ def _serve_case(case: dict[str, Any]) -> dict[str, Any]:
         completions = [output.outputs[0] for output in outputs]
         return {
             "outputs": [list(completion.token_ids) for completion in completions],
+            "cached": [output.num_cached_tokens for output in outputs],
             "accepted": [_accepted(completion) for completion in completions],
         }
     finally:

@@ -6,7 +6,7 @@ Targets and heads are tiny and random, everything is float32 and greedy. A case 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from eyas.heads.build import build_head
 from eyas.heads.config import head_rope_parameters, load_target_config
 from eyas.heads.formats.files import Format
 from eyas.heads.formats.read import read_head
 from eyas.heads.formats.write import write_head
 from tests import tiny
-from tests.engine_lab import NUM_DRAFTED, Comparison, compare, run_cases
+from tests.engine_lab import NUM_DRAFTED, compare, run_cases
 
 pytestmark = pytest.mark.engine
 
@@ -78,12 +79,20 @@ class Case:
     long_prompts: bool = False
     num_drafted: int = NUM_DRAFTED
     engine: dict[str, Any] = field(default_factory=dict)
+    speculative: dict[str, Any] = field(default_factory=dict)
 
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 ALL_FLAGS = dict.fromkeys(FLAGS, True)
 QWEN3 = {"layer": "qwen3"}
 EAGLE = {"kind": "eagle"}
+PREFIX_CACHE = {"enable_prefix_caching": True, "block_size": 32, "max_num_seqs": 2}
+IN_PIECES: dict[str, Any] = {
+    # By default vLLM 0.32 reads the prompt's last token, not the next one, at the end of every piece but the last
+    # (`prepare_next_token_ids_padded`), and drafts that attend there differ from ours. This switches to its other path.
+    "speculative": {"disable_padded_drafter_batch": True},
+    "engine": {"max_num_batched_tokens": 100},
+}
 
 
 def _flag_cases() -> dict[str, Case]:
@@ -112,8 +121,9 @@ CASES: dict[str, Case] = {
     "eagle3-large-eps": Case({"rms_norm_eps": 0.5, "num_layers": 2, **ALL_FLAGS}),
     "qwen3-large-eps": Case({**QWEN3, "rms_norm_eps": 0.5}),
     "eagle3-one-drafted": Case(num_drafted=1),
-    "eagle3-prompts-in-pieces": Case(long_prompts=True, engine={"max_num_batched_tokens": 100}),
-    "eagle-prompts-in-pieces": Case(EAGLE, long_prompts=True, engine={"max_num_batched_tokens": 100}),
+    "eagle3-prompts-in-pieces": Case(long_prompts=True, **IN_PIECES),
+    "eagle-prompts-in-pieces": Case(EAGLE, long_prompts=True, **IN_PIECES),
+    "eagle3-shared-prefixes": Case(long_prompts=True, engine=PREFIX_CACHE),
     "eagle3-whole-vocabulary": Case({"draft_vocab_size": VOCAB}),
     "eagle3-tied-target": Case(target="llama-tied"),
     "eagle3-one-captured": Case({"capture_layers": (3,), "fc_norm": True}),
@@ -190,12 +200,18 @@ def _write_head(case: Case, directory: Path, *, target: Path) -> None:
 def _prompts(case: Case) -> list[list[int]]:
     lengths = (97, 113, 129, 150, 161, 90, 180, 120) if case.long_prompts else (4, 9, 2, 17, 30, 5, 12, 1)
     generator = torch.Generator().manual_seed(7)
-    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    if case.engine.get("enable_prefix_caching"):
+        return [prompts[4] + prompt[:5] for prompt in prompts]
+    return prompts
+
+
+Ran = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def comparisons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Comparison]:
-    """Every case through one engine process and through our own drafting."""
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Every case and its result, from one engine process."""
     directory = tmp_path_factory.mktemp("parity")
     cases = []
     for name, case in CASES.items():
@@ -212,23 +228,45 @@ def comparisons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compariso
                 "prompts": _prompts(case),
                 "num_speculative_tokens": case.num_drafted,
                 "engine": case.engine,
+                "speculative": case.speculative,
             }
         )
     results = run_cases(cases, directory / "lab")
-    return {
-        case["name"]: compare(case, result, head=read_head(Path(case["head"])))
-        for case, result in zip(cases, results, strict=True)
-    }
+    return {case["name"]: (case, result) for case, result in zip(cases, results, strict=True)}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_engine_drafts_what_draft_from_slots_drafts(comparisons: dict[str, Comparison], name: str) -> None:
-    found = comparisons[name]
+def test_the_engine_drafts_what_draft_from_slots_drafts(ran: Ran, name: str) -> None:
+    case, result = ran[name]
+    found = compare(case, result, head=read_head(Path(case["head"])))
     assert not found.differences, found
     assert found.ties <= 2, found
     assert found.drafts >= 200
     assert found.distinct >= 10, "drafts that hardly vary would agree by chance"
 
 
-def test_some_drafts_are_accepted(comparisons: dict[str, Comparison]) -> None:
-    assert sum(found.accepted for found in comparisons.values()) > 50
+def test_some_drafts_are_accepted_and_some_prompts_cached(ran: Ran) -> None:
+    accepted = [sum(map(sum, result["accepted"])) for _, result in ran.values()]
+    assert sum(accepted) > 100
+    assert sum(ran["eagle3-shared-prefixes"][1]["cached"]) >= 4 * 128
+
+
+MISREAD: dict[str, dict[str, Any]] = {
+    "eagle3-norm_before_residual": {"norm_before_residual": False},
+    "eagle3-norm_output": {"norm_output": False},
+    "eagle3-sliding": {"sliding_window": 9},
+    "eagle3-large-eps": {"rms_norm_eps": 1e-5},
+    "eagle3-default-captured": {"capture_layers": (2, 4, 6)},
+    "eagle-yarn": {"rope_parameters": DEFAULT_ROPE},
+    **{f"eagle3-{rope}": {"rope_parameters": DEFAULT_ROPE} for rope in ROPES if rope != "dynamic"},
+}
+
+
+@pytest.mark.parametrize("name", MISREAD)
+def test_a_head_that_is_read_wrongly_drafts_otherwise(ran: Ran, name: str) -> None:
+    """The comparison sees each of these, so agreement above is no chance."""
+    case, result = ran[name]
+    head = read_head(Path(case["head"]))
+    wrong = build_head(replace(head.config, **MISREAD[name]), draft_to_target_D=head.draft_to_target_D)
+    wrong.load_state_dict(head.state_dict())
+    assert len(compare(case, result, head=wrong.eval()).differences) >= 10

@@ -1,53 +1,23 @@
-"""The main job end to end on a tiny random target with real vLLM, and the head's drafts against the engine's."""
+"""The main job end to end on a tiny taught target with real vLLM, and heads that come from elsewhere."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
-from eyas.heads.drafting import draft_one_chain
 from eyas.heads.files import read_json
-from eyas.heads.formats.vllm import read_head
-from eyas.heads.serving import engine_environment, speculative_config
-from eyas.heads.target import HiddenStateCapture, load_target_model, load_target_pieces
+from eyas.train.tracking import read_metrics
 from tests import tiny
 
 pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parent.parent
 NUM_DRAFTED = 3
-
-RECORD_DRAFTS = """
-import json, sys
-from vllm import LLM, SamplingParams
-from vllm.v1.core.sched.scheduler import Scheduler
-
-plan = json.load(open(sys.argv[1]))
-drafts = []
-update = Scheduler.update_draft_token_ids
-
-def record(self, draft_token_ids):
-    for request_id, tokens in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids):
-        request = self.requests.get(request_id)
-        if request is not None:
-            drafts.append([request.all_token_ids[:], list(tokens)])
-    return update(self, draft_token_ids)
-
-Scheduler.update_draft_token_ids = record
-llm = LLM(plan["target"], dtype="float32", max_model_len=256, max_num_seqs=4, skip_tokenizer_init=True,
-          enforce_eager=True, enable_prefix_caching=False, async_scheduling=False,
-          speculative_config=plan["speculative_config"])
-llm.generate([{"prompt_token_ids": prompt} for prompt in plan["prompts"]],
-             SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, detokenize=False))
-json.dump(drafts, open(sys.argv[2], "w"))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +82,7 @@ def _eyas(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_one_command_trains_exports_serves_and_reports(finished: tuple[Path, str]) -> None:
     run, output = finished
+    assert "train: draft vocabulary of 128 tokens covers" in output
     last_line = output.rstrip().splitlines()[-1]
     assert str(run / "score" / "report.html") in last_line
     results = read_json(run / "score" / "results.json")
@@ -150,52 +121,56 @@ def test_the_report_is_recomputed_from_raw_records(finished: tuple[Path, str]) -
     assert (run / "score" / "report.html").is_file()
 
 
-def test_the_engine_drafts_what_the_chain_drafter_drafts(
+def test_the_export_carries_its_model_card(finished: tuple[Path, str]) -> None:
+    run, _ = finished
+    card = (run / "export" / "README.md").read_text()
+    tau = read_json(run / "train" / "heldout.json")["heldout_tau"]
+    assert f"{tau:.3f}" in card
+    assert read_json(run / "prepare" / "manifest.json")["inputs"]["conversations"] in card
+    assert "--speculative-config" in card
+
+
+def test_a_head_from_elsewhere_is_scored_without_training(
     finished: tuple[Path, str], recipe: Path, tmp_path: Path
 ) -> None:
+    """The speculators form of the trained head, as a stranger would bring it: same acceptance, nothing trained."""
     run, _ = finished
-    tiny_target = recipe.parent / "target"
-    head_dir = run / "export"
-    drafts = _engine_drafts(head_dir, tiny_target, tmp_path)
-    assert len(drafts) > 20
-    head = read_head(head_dir)
-    embedding_VH = load_target_pieces(tiny_target).embedding_VH.float()
-    capture = HiddenStateCapture(
-        load_target_model(tiny_target, dtype=torch.float32), capture_layers=head.config.capture_layers
-    )
-    for token_ids, drafted in drafts:
-        token_ids_T = torch.tensor(token_ids)
-        captured_BTX, _ = capture(token_ids_T[None])
-        ours = draft_one_chain(
-            head,
-            embedding_VH=embedding_VH,
-            token_ids_T=token_ids_T,
-            captured_TX=captured_BTX[0],
-            slot=len(token_ids) - 2,
-            num_tokens=NUM_DRAFTED,
-        )
-        assert ours == drafted, f"after {len(token_ids)} tokens"
-
-
-def _engine_drafts(head_dir: Path, target: Path, tmp_path: Path) -> list[tuple[list[int], list[int]]]:
-    """(tokens so far, drafted tokens) of every draft that real vLLM makes for three prompts."""
-    plan = {
-        "target": str(target),
-        "prompts": [[5, 6, 7, 8], [40, 41, 42, 43, 44, 45, 46], [200, 3, 100]],
-        "speculative_config": speculative_config(head_dir, method="eagle3", num_speculative_tokens=NUM_DRAFTED),
-    }
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    (tmp_path / "record.py").write_text(RECORD_DRAFTS)
-    result = subprocess.run(
-        [sys.executable, str(tmp_path / "record.py"), str(tmp_path / "plan.json"), str(tmp_path / "drafts.json")],
-        env=engine_environment(threads=2, kv_cache_gib=1),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    head = tmp_path / "head"
+    converted = _eyas("convert", str(run / "export"), str(head), "--to", "speculators")
+    assert converted.returncode == 0, converted.stderr
+    overrides = [f"score.head={head}", f"run_dir={tmp_path / 'run'}", "score.batch_sizes=[4]", "score.starts_per_arm=1"]
+    result = _eyas("score", str(recipe), *overrides)
     assert result.returncode == 0, result.stderr[-4000:]
-    return read_json(tmp_path / "drafts.json")
+    assert not (tmp_path / "run" / "train").exists()
+    theirs, ours = (
+        read_json(directory / "score" / "results.json")["fidelity"]["parity"] for directory in (tmp_path / "run", run)
+    )
+    assert theirs["served"] == ours["served"]
+    assert theirs["offline"] == ours["offline"]
+
+
+def test_a_missing_or_broken_head_is_refused_before_an_engine_starts(recipe: Path, tmp_path: Path) -> None:
+    missing = _eyas("score", str(recipe), f"score.head={tmp_path / 'none'}", f"run_dir={tmp_path / 'run'}")
+    assert missing.returncode == 2
+    assert "no head directory" in missing.stderr
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "config.json").write_text(
+        '{"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}'
+    )
+    broken = _eyas("score", str(recipe), f"score.head={tmp_path / 'head'}", f"run_dir={tmp_path / 'run'}")
+    assert broken.returncode == 2
+    assert "model.safetensors is missing" in broken.stderr
+
+
+def test_training_goes_on_from_the_exported_head(finished: tuple[Path, str], recipe: Path, tmp_path: Path) -> None:
+    run, _ = finished
+    overrides = [f"run_dir={tmp_path / 'run'}", f"init.head={run / 'export'}", "train.epochs=1"]
+    result = _eyas("train", str(recipe), *overrides)
+    assert result.returncode == 0, result.stderr[-4000:]
+    first, second = (
+        read_metrics(directory / "train" / "metrics.jsonl")[0]["kl_1"] for directory in (run, tmp_path / "run")
+    )
+    assert second < 0.7 * first, "the first steps must know what the head had learnt"
 
 
 def test_training_launched_in_two_processes_leaves_one_head(recipe: Path, tmp_path: Path) -> None:
