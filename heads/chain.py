@@ -105,7 +105,7 @@ class Chains:
             own_key_SIME=_stack(self.own_keys[index], like=key_TME, num_slots=slots_S.shape[0]),
             own_value_SIME=_stack(self.own_values[index], like=value_TME, num_slots=slots_S.shape[0]),
             slots_S=slots_S,
-            window=self.head.config.sliding_window,
+            window=self.head.config.window,
         )
         return layer.finish(attended_SNE, residual_TH=residual_SH)
 
@@ -144,7 +144,7 @@ def dense_outputs(
                 layer.self_attn.queries(input_TX, rotations=rotations),
                 step_keys=keys[index],
                 step_values=values[index],
-                window=head.config.sliding_window,
+                window=head.config.window,
             )
             hidden_TH = layer.finish(attended_TNE, residual_TH=hidden_TH)
         outputs.append(hidden_TH)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +34,8 @@ class HeadConfig:
         norm_output: the feature fed back is the normed output (EAGLE-3.1).
         fc_bias: EAGLE only, as in the original repository; vLLM has no such bias.
         own_embedding: the head has its own token embedding instead of the target's.
+        inherited_window: the target's window, where the engine gives it to layers that have none of their own. It is no
+            part of a head's files, and no part of its identity.
     """
 
     kind: Kind = "eagle3"
@@ -59,6 +61,7 @@ class HeadConfig:
     norm_output: bool = False
     fc_bias: bool = False
     own_embedding: bool = False
+    inherited_window: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -128,11 +131,17 @@ class HeadConfig:
         """Whether o_proj has a bias: the engine gives it one in Llama layers and never in Qwen3 layers."""
         return self.attention_bias and self.layer == "llama"
 
-    def with_layers_of(self, num_target_layers: int) -> HeadConfig:
-        """The same head with the engine's default capture layers filled in for a target of so many layers."""
-        if self.capture_layers is not None:
-            return self
-        return replace(self, capture_layers=default_capture_layers(num_target_layers))
+    @property
+    def window(self) -> int | None:
+        """Tokens that attention reaches back when the head is served, itself included; None is all of them."""
+        return self.sliding_window if self.sliding_window is not None else self.inherited_window
+
+    def for_target(self, target_config: Any) -> HeadConfig:
+        """The same head as the engine runs it beside a target (its transformers configuration)."""
+        layers = self.capture_layers
+        if layers is None:
+            layers = default_capture_layers(target_config.num_hidden_layers)
+        return replace(self, capture_layers=layers, inherited_window=inherited_window(target_config))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form; `HeadConfig.from_dict` reads it back."""
@@ -166,6 +175,15 @@ def load_target_config(target_dir: Path, *, trust_remote_code: bool = False) -> 
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"transformers cannot read the config of the target {target_dir}: {error}") from error
     return config.get_text_config()
+
+
+def inherited_window(target_config: Any) -> int | None:
+    """The window that vLLM 0.32 gives to every layer without one of its own, a head's included: the target's, when all of
+    the target's layers slide. A target that mixes kinds of attention passes nothing on."""
+    values = target_config.to_dict()
+    if "full_attention" in (values.get("layer_types") or ()):
+        return None
+    return values.get("sliding_window")
 
 
 def head_rope_parameters(target_config: Any) -> dict[str, Any]:
@@ -241,4 +259,5 @@ def head_config_for_target(
         norm_output=norm_output,
         fc_bias=fc_bias,
         own_embedding=hidden_size is not None and hidden_size != target_hidden,
+        inherited_window=inherited_window(target_config),
     )

@@ -105,7 +105,7 @@ def _cached_layer(
     keys.append(key)
     values.append(value)
     groups = head.config.num_attention_heads // head.config.num_key_value_heads
-    begin = 0 if head.config.sliding_window is None else max(0, position + 1 - head.config.sliding_window)
+    begin = 0 if head.config.window is None else max(0, position + 1 - head.config.window)
     keys_LNE = torch.cat(keys[begin:]).repeat_interleave(groups, dim=1)
     values_LNE = torch.cat(values[begin:]).repeat_interleave(groups, dim=1)
     query_1NE = layer.self_attn.queries(input_1X, rotations=rotations)

@@ -56,7 +56,7 @@ def _load(
     pieces = load_target_pieces(target_dir).to(device)
     embedding_VH, readout_VH = pieces.embedding_VH.float(), pieces.readout_VH.float()
     model = load_target_model(target_dir, dtype=dtype, trust_remote_code=trust_remote_code).to(device)
-    head = read_head(head_dir, num_target_layers=model.config.get_text_config().num_hidden_layers).to(device)
+    head = read_head(head_dir, target_config=model.config.get_text_config()).to(device)
     capture = HiddenStateCapture(model, capture_layers=head.config.capture_layers or ())
     readout_DH = readout_VH[head.draft_to_target_D]
 

@@ -25,16 +25,21 @@ class Layout(StrEnum):
 
 def check(
     head_dir: Annotated[Path, typer.Argument(help="Directory of a head, in any layout.")],
-    target: Annotated[Path | None, typer.Option(help="Directory of its target, to check that the two fit.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Its target (directory, hub id or package:NAME), to check that the two fit."),
+    ] = None,
 ) -> None:
     """Say what vLLM would do with a head directory; exit code 2 if it would refuse or misread it."""
     from eyas.heads.formats.check import check_and_read
+    from eyas.heads.target_source import cache_root, resolve_target
 
-    findings, files = check_and_read(head_dir, target_dir=target)
+    target_dir = None if target is None else resolve_target(target, revision=None, cache_dir=cache_root())
+    findings, files = check_and_read(head_dir, target_dir=target_dir)
     _show(findings)
     what = "no readable head" if files is None else f"{files.config.kind} head, {files.format} layout"
     counts = {severity: sum(finding.severity == severity for finding in findings) for severity in SEVERITIES}
-    beside = "" if target is not None else " (not checked against a target: --target DIR)"
+    beside = "" if target is not None else " (not checked against a target: --target)"
     typer.echo(f"{head_dir}: {what}: {counts['error']} errors, {counts['warning']} warnings{beside}")
     if counts["error"]:
         raise typer.Exit(FAILED)

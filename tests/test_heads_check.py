@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import MistralConfig, Qwen2Config
 
 from eyas.heads.config import HeadConfig, head_config_for_target, load_target_config
 from eyas.heads.formats.check import Finding, check_head, errors
 from eyas.heads.formats.check_target import EAGLE3_TARGETS
 from eyas.heads.formats.export import export_head
 from eyas.heads.formats.files import Format, HeadFiles
-from eyas.heads.formats.read import read_files
+from eyas.heads.formats.read import read_files, read_head
 from eyas.heads.formats.write import write_files, write_head
 from tests import tiny
 
@@ -293,6 +294,12 @@ def test_a_head_of_another_size_does_not_fit_the_target(tmp_path: Path, tiny_tar
     assert "vocabulary has 100 tokens, the target's 320" in problems
 
 
+def eagle_of(target_config: Any) -> HeadConfig:
+    return head_config_for_target(
+        target_config, kind="eagle", draft_vocab_size=target_config.vocab_size, capture_layers=()
+    )
+
+
 def _beside_target(config: HeadConfig, directory: Path, target: Path) -> list[Finding]:
     write_head(directory, tiny.random_head(config), dtype=torch.float32)
     return check_head(directory, target_dir=target)
@@ -318,8 +325,9 @@ def test_another_rotation_and_a_shorter_context_are_told(tmp_path: Path, tiny_ta
     findings = _beside_target(config, tmp_path, tiny_target)
     assert [(one.severity, one.what.partition(" ")[0]) for one in findings] == [
         ("warning", "the"),
-        ("info", "max_position_embeddings"),
+        ("warning", "max_position_embeddings"),
     ]
+    assert "stops drafting" in findings[1].consequence
     assert "500000.0" in findings[0].what
     assert "10000.0" in findings[0].what
 
@@ -388,3 +396,19 @@ def test_a_biased_fc_leaves_in_the_repository_layout_only(tmp_path: Path, tiny_t
     exported = _export(tmp_path / "repo", tmp_path / "head", tiny_target, to="eagle-repo")
     assert any("fc.bias" in warning for warning in exported["warnings"])
     assert read_files(tmp_path / "repo").tensors["fc.bias"].any()
+
+
+def test_a_window_that_the_target_hands_on_is_told_and_followed(tmp_path: Path) -> None:
+    """vLLM gives layers without a window the target's, unless the target mixes kinds of attention."""
+    for name, changes in (("sliding", {}), ("mixed", {"layer_types": ["full_attention", "sliding_attention"] * 2})):
+        target = tmp_path / name
+        config = MistralConfig if name == "sliding" else Qwen2Config
+        config(**tiny.TARGET_SIZES, sliding_window=16, **changes).save_pretrained(target)
+        values = load_target_config(target)
+        window = 16 if name == "sliding" else None
+        assert head_config_for_target(values, draft_vocab_size=8, capture_layers=(1, 2, 3)).window == window
+        assert eagle_of(values).window == window
+        own = head_config_for_target(values, draft_vocab_size=8, capture_layers=(1, 2, 3), sliding_window=4)
+        assert own.window == 4
+        write_head(tmp_path / f"head-{name}", tiny.random_head(eagle_of(values)), dtype=torch.float32)
+        assert read_head(tmp_path / f"head-{name}", target_config=values).config.window == window

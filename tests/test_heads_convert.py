@@ -144,7 +144,7 @@ def test_check_names_severity_consequence_and_mend(tmp_path: Path) -> None:
     code, shown, _ = eyas("check", source)
     assert (code, shown) == (
         0,
-        f"{source}: eagle3 head, vllm layout: 0 errors, 0 warnings (not checked against a target: --target DIR)\n",
+        f"{source}: eagle3 head, vllm layout: 0 errors, 0 warnings (not checked against a target: --target)\n",
     )
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "num_aux_hidden_states": 2, "sliding_window": 4}))

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
 from eyas.heads.config import HeadConfig
 from eyas.heads.formats.files import FLOATS, FORMATS, Format, HeadFiles, expected_shapes
@@ -221,7 +222,7 @@ def test_captured_layers_that_the_files_leave_open_come_from_the_target(tmp_path
     assert read_files(tmp_path).config.capture_layers is None
     with pytest.raises(ValueError, match="name the target"):
         read_head(tmp_path)
-    assert read_head(tmp_path, num_target_layers=10).config == head.config
+    assert read_head(tmp_path, target_config=LlamaConfig(num_hidden_layers=10)).config == head.config
 
 
 def test_a_draft_vocabulary_out_of_order_is_sorted_with_its_readout(tmp_path: Path) -> None:

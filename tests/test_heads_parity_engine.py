@@ -1,6 +1,7 @@
 """Real vLLM and `draft_from_slots` draft the same tokens, for every variant of a head that vLLM has.
 
 Targets and heads are tiny and random, everything is float32 and greedy. A case makes about 240 draft steps.
+All of it takes 110 s on two idle cores, 140 s on busy ones: 20 s to import vLLM and write the files, 1.4 s a case.
 """
 
 from __future__ import annotations

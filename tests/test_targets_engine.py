@@ -1,6 +1,7 @@
 """Heads for every family of targets, from conversations to real vLLM: prepare, extract, train, export, serve.
 
 Targets are tiny and random; heads are trained for some steps only, so that they are what the train stage makes.
+All of it takes about a minute: half a second to make a head, 1.5 s to serve it, and the import of vLLM.
 """
 
 from __future__ import annotations

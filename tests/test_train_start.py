@@ -49,13 +49,13 @@ def _start(plan: HeadPlan, inputs: tuple[Path, Path, Path]) -> DraftHead:
     return start_head(
         plan,
         target_dir=target,
+        target=load_target_config(target),
         pieces=load_target_pieces(target),
         store=FeatureStore(features, split="train"),
         heldout=FeatureStore(features, split="heldout"),
         capture_layers=tiny.CAPTURE_LAYERS,
         stop_token_ids=read_json(tokens / "stop_tokens.json"),
         seed=0,
-        trust_remote_code=False,
     )
 
 

@@ -23,6 +23,14 @@ CHAT_TEMPLATE = (
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 320
 CAPTURE_LAYERS = (1, 2, 3)
+TARGET_SIZES: dict[str, int] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 EAGLE: dict[str, Any] = {"kind": "eagle", "capture_layers": (), "draft_vocab_size": 100}
 """Changes that make the small head of `head_config` an EAGLE head."""
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from eyas.heads.config import load_target_config
 from eyas.heads.files import read_json, write_json
 from eyas.heads.formats.read import read_head
 from eyas.heads.head import DraftHead
@@ -75,16 +76,17 @@ def run_training(
     identity = check_identity(inputs.features_dir, target_fingerprint=target_fingerprint(inputs.target_dir))
     store, heldout = (FeatureStore(inputs.features_dir, split=split) for split in ("train", "heldout"))
     pieces = load_target_pieces(inputs.target_dir)
+    target_config = load_target_config(inputs.target_dir, trust_remote_code=trust_remote_code)
     head = start_head(
         plan,
         target_dir=inputs.target_dir,
+        target=target_config,
         pieces=pieces,
         store=store,
         heldout=heldout,
         capture_layers=tuple(identity.capture_layers),
         stop_token_ids=read_json(inputs.tokens_dir / "stop_tokens.json"),
         seed=loop.seed,
-        trust_remote_code=trust_remote_code,
     )
     objective = _objective(head, pieces=pieces, losses=losses, precision=precision)
     trainer = Trainer(
@@ -102,7 +104,15 @@ def run_training(
     state = trainer.train()
     counts: dict[str, Any] = {"steps": state.step, "best_step": state.best_step}
     if accelerator.is_main_process:
-        counts |= _finish(out_dir, state=state, heldout=heldout, pieces=pieces, loop=loop, device=accelerator.device)
+        counts |= _finish(
+            out_dir,
+            state=state,
+            heldout=heldout,
+            pieces=pieces,
+            target_config=target_config,
+            loop=loop,
+            device=accelerator.device,
+        )
     accelerator.wait_for_everyone()
     return counts
 
@@ -124,6 +134,7 @@ def _finish(
     state: TrainingState,
     heldout: FeatureStore,
     pieces: TargetPieces,
+    target_config: Any,
     loop: LoopSettings,
     device: torch.device,
 ) -> dict[str, Any]:
@@ -131,7 +142,7 @@ def _finish(
     final = out_dir / HEAD_DIRECTORY
     shutil.rmtree(final, ignore_errors=True)
     shutil.copytree(head_directory(out_dir, state.best_step), final)
-    head = read_head(final).to(device)
+    head = read_head(final, target_config=target_config).to(device)
     readout_DH: Tensor = pieces.readout_VH.to(device)[head.draft_to_target_D].float()
     statistics = heldout_statistics(
         head,

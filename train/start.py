@@ -58,24 +58,24 @@ def start_head(
     plan: HeadPlan,
     *,
     target_dir: Path,
+    target: Any,
     pieces: TargetPieces,
     store: FeatureStore,
     heldout: FeatureStore,
     capture_layers: tuple[int, ...],
     stop_token_ids: Sequence[int],
     seed: int,
-    trust_remote_code: bool,
 ) -> DraftHead:
     """The head at step 0, in float32.
 
     Args:
+        target: transformers configuration of the target.
         store, heldout: features whose answers choose the draft vocabulary and judge its size.
         capture_layers: layers in the store.
 
     Raises:
         ValueError: plan, target, store and `init_head` do not fit together.
     """
-    target = load_target_config(target_dir, trust_remote_code=trust_remote_code)
     layers = required_layers(plan, stored=capture_layers)
     counts_V = store.answer_token_counts(vocab_size=target.vocab_size)
 
@@ -83,7 +83,7 @@ def start_head(
         return choose_draft_vocabulary(counts_V, size=size, always=stop_token_ids)
 
     if plan.init_head is not None:
-        head = read_head(plan.init_head, num_target_layers=target.num_hidden_layers).train()
+        head = read_head(plan.init_head, target_config=target).train()
         _require_same_shape(head.config, plan, layers=layers, target=target)
         if plan.vocabulary == "data" and head.config.draft_vocab_size < head.config.vocab_size:
             _require_same_vocabulary(head, vocabulary(head.config.draft_vocab_size))
@@ -158,7 +158,7 @@ def require_possible(
     target = load_target_config(target_dir, trust_remote_code=trust_remote_code)
     layers = () if plan.kind == "eagle" else capture_layers
     if plan.init_head is not None:
-        head = read_head(plan.init_head, num_target_layers=target.num_hidden_layers)
+        head = read_head(plan.init_head, target_config=target)
         _require_same_shape(head.config, plan, layers=layers, target=target)
         return
     size = plan.draft_vocab_size if isinstance(plan.draft_vocab_size, int) else target.vocab_size

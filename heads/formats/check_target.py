@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.heads.config import HeadConfig, default_capture_layers, head_rope_parameters, load_target_config
+from eyas.heads.config import (
+    HeadConfig,
+    default_capture_layers,
+    head_rope_parameters,
+    inherited_window,
+    load_target_config,
+)
 from eyas.heads.files import read_json
 from eyas.heads.formats.files import HeadFiles
 from eyas.heads.formats.findings import Finding
@@ -100,13 +106,15 @@ def _attention_findings(config: HeadConfig, target: Any) -> list[Finding]:
         findings.append(Finding("warning", what, consequence, mend))
     if config.max_position_embeddings < target.max_position_embeddings:
         what = f"max_position_embeddings is {config.max_position_embeddings}, the target's {target.max_position_embeddings}"
-        findings.append(Finding("info", what, "vLLM raises it at start to the length it serves", "nothing to do"))
-    kinds = set(getattr(target, "layer_types", None) or ())
-    window = getattr(target, "sliding_window", None)
-    if window and "full_attention" not in kinds and config.sliding_window is None:
+        consequence = "vLLM stops drafting (all zeros) for a whole batch once one of its sequences is longer"
+        mend = "write the target's max_position_embeddings into the head's config.json"
+        findings.append(Finding("warning", what, consequence, mend))
+    window = inherited_window(target)
+    if window is not None and config.sliding_window is None:
         what = f"every layer of the target has a sliding window of {window}, and the head names none"
         consequence = "vLLM gives the head's layers the target's window"
-        findings.append(Finding("warning", what, consequence, f"train the head with head.sliding_window={window}"))
+        mend = "nothing to do for a head trained here, which learns with that window; others must have been trained with it"
+        findings.append(Finding("info", what, consequence, mend))
     return findings
 
 
@@ -131,7 +139,7 @@ def _dtype_findings(files: HeadFiles, target: Any) -> list[Finding]:
         return []
     names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in stored))
     what = f"the head is stored in {names}, and the target in {str(serving).removeprefix('torch.')}"
-    consequence = "vLLM rounds the head to the type that it serves the target in"
+    consequence = "vLLM converts the head to the type that it serves the target in"
     return [Finding("info", what, consequence, "nothing to do; export in the target's type to save space")]
 
 

@@ -40,7 +40,7 @@ def export_head(
             EAGLE repository's layout, which vLLM need not serve, only what makes the head unreadable counts.
     """
     _refuse_errors(_findings(head_dir, target_dir=target_dir, to=to), directory=head_dir)
-    head = read_head(head_dir, num_target_layers=load_target_config(target_dir).num_hidden_layers)
+    head = read_head(head_dir, target_config=load_target_config(target_dir))
     write_head(out_dir, head, dtype=dtype, to=to, verifier=verifier, verifier_dir=target_dir, draft_tokens=draft_tokens)
     findings = check_head(out_dir, target_dir=target_dir)
     _refuse_errors(_findings(out_dir, target_dir=target_dir, to=to), directory=out_dir)

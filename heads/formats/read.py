@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,23 +26,24 @@ def read_files(directory: Path) -> HeadFiles:
     return files
 
 
-def read_head(directory: Path, *, num_target_layers: int | None = None) -> DraftHead:
+def read_head(directory: Path, *, target_config: Any | None = None) -> DraftHead:
     """The head of a directory, in float32 and evaluation mode, its draft vocabulary in ascending order.
 
     Args:
-        num_target_layers: layers of its target, which decide the captured layers when the files name none.
+        target_config: transformers configuration of its target. The engine fills in from it what the files leave open:
+            the captured layers, and a sliding window that the target passes on.
 
     Raises:
         ValueError: as `read_files`, or the files name no captured layers and the target is not known.
     """
     files = read_files(directory)
     config = files.config
-    if config.capture_layers is None:
-        if num_target_layers is None:
-            raise ValueError(
-                f"{directory} names no captured layers, so they depend on the target; name the target (--target DIR)"
-            )
-        config = config.with_layers_of(num_target_layers)
+    if target_config is not None:
+        config = config.for_target(target_config)
+    elif config.capture_layers is None:
+        raise ValueError(
+            f"{directory} names no captured layers, so they depend on the target; name the target (--target DIR)"
+        )
     target_ids_D, order_D = torch.sort(files.target_ids_D)
     tensors = {name: tensor.float() for name, tensor in files.tensors.items()}
     if "lm_head.weight" in tensors:

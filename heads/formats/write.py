@@ -87,8 +87,7 @@ def convert_head(source: Path, destination: Path, *, to: Format, target: str | N
     if target is not None:
         files = replace(files, verifier=target, verifier_architectures=_architectures(target))
         if _is_model(target) and to != "eagle-repo":
-            layers = load_target_config(Path(target)).num_hidden_layers
-            files = replace(files, config=files.config.with_layers_of(layers))
+            files = replace(files, config=files.config.for_target(load_target_config(Path(target))))
     write_files(destination, files, to=to)
     return replace(files, format=to)
 
