@@ -28,6 +28,7 @@ def model_card(
     *,
     name: str,
     base_model: str,
+    revision: str | None,
     config: HeadConfig,
     data_fingerprint: str,
     training: Mapping[str, Any],
@@ -39,6 +40,7 @@ def model_card(
     """Markdown with YAML front matter, as the Hugging Face hub reads it.
 
     Args:
+        base_model: hub id of the target, or its directory where it was trained; `revision` of a hub model.
         training: settings worth telling, in the order to tell them.
         heldout: what training measured on held-out conversations (heldout.json).
         coverage: share of the tokens in answers that the draft vocabulary holds; None if not measured.
@@ -50,7 +52,7 @@ def model_card(
         f"A draft head for speculative decoding with `{base_model}`, trained with eyas. Decoding with it gives the target's "
         "own output; the head only proposes tokens that the target then checks.",
         "## The head",
-        _table(_head_rows(base_model, config, coverage=coverage, to=to)),
+        _table(_head_rows(base_model, revision, config, coverage=coverage, to=to)),
         "## Training",
         _table(
             [("data fingerprint", f"`{data_fingerprint}`"), *((key, _shown(value)) for key, value in training.items())]
@@ -58,7 +60,7 @@ def model_card(
         "## Held-out acceptance",
         _heldout(heldout),
         "## Serving",
-        _serving(base_model, config, draft_tokens=draft_tokens),
+        _serving(base_model, config, to=to, draft_tokens=draft_tokens),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -66,7 +68,7 @@ def model_card(
 def _front_matter(base_model: str, config: HeadConfig) -> str:
     # JSON strings are YAML strings, whatever the name holds.
     lines = [
-        f"base_model: {json.dumps(base_model)}",
+        *([f"base_model: {json.dumps(base_model)}"] if _is_hub_id(base_model) else []),
         "library_name: vllm",
         "pipeline_tag: text-generation",
         f"tags: [speculative-decoding, {config.kind}, draft-model, eyas]",
@@ -74,7 +76,9 @@ def _front_matter(base_model: str, config: HeadConfig) -> str:
     return "\n".join(["---", *lines, "---"])
 
 
-def _head_rows(base_model: str, config: HeadConfig, *, coverage: float | None, to: Format) -> list[tuple[str, str]]:
+def _head_rows(
+    base_model: str, revision: str | None, config: HeadConfig, *, coverage: float | None, to: Format
+) -> list[tuple[str, str]]:
     layers = "the last state, after the final norm"
     if config.kind == "eagle3":
         layers = "after layers " + ", ".join(str(layer) for layer in config.capture_layers or ())
@@ -84,10 +88,13 @@ def _head_rows(base_model: str, config: HeadConfig, *, coverage: float | None, t
     if coverage is not None:
         vocabulary += f", which are {coverage:.2%} of those in answers"
     switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "own_embedding")
-    variants = [name for name in switches if getattr(config, name)]
+    variants = [name for name in (*switches, "fc_bias") if getattr(config, name)]
+    if config.window is not None:
+        variants.append(f"sliding window of {config.window} tokens")
+    method = PAPERS[config.kind] + (", as EAGLE-3.1" if config.fc_norm and config.norm_output else "")
     return [
-        ("base model", f"`{base_model}`"),
-        ("method", PAPERS[config.kind]),
+        ("base model", f"`{base_model}`" + ("" if revision is None else f" at {revision}")),
+        ("method", method),
         ("layout of the files", to),
         ("layers", f"{config.num_layers} ({config.layer}), hidden size {config.hidden_size}"),
         ("reads the target", layers),
@@ -117,24 +124,33 @@ def _heldout(heldout: Mapping[str, Any]) -> str:
     return "\n\n".join([TAU.format(length=_shown(length)), _table(rows), warning])
 
 
-def _serving(base_model: str, config: HeadConfig, *, draft_tokens: int) -> str:
+def _serving(base_model: str, config: HeadConfig, *, to: Format, draft_tokens: int) -> str:
+    if config.fc_bias:
+        return "vLLM's EAGLE head has no bias in fc, so this head is served by the EAGLE repository's own code only."
+    target = base_model if _is_hub_id(base_model) else "TARGET_DIRECTORY"
     speculative = {"method": config.kind, "model": "PATH_OF_THIS_DIRECTORY", "num_speculative_tokens": draft_tokens}
-    sglang = [
-        f"python -m sglang.launch_server --model-path {base_model}",
+    parts = ["vLLM:", f"```bash\nvllm serve {target} --speculative-config '{json.dumps(speculative)}'\n```"]
+    if to == "vllm":
+        parts += ["SGLang (not tested here):", _sglang(target, config, draft_tokens=draft_tokens)]
+    return "\n\n".join(parts)
+
+
+def _sglang(target: str, config: HeadConfig, *, draft_tokens: int) -> str:
+    command = [
+        f"python -m sglang.launch_server --model-path {target}",
         f"--speculative-algorithm {'EAGLE3' if config.kind == 'eagle3' else 'EAGLE'}",
         "--speculative-draft-model-path PATH_OF_THIS_DIRECTORY",
         f"--speculative-num-steps {draft_tokens} --speculative-eagle-topk 1",
         f"--speculative-num-draft-tokens {draft_tokens + 1}",
     ]
-    vllm = f"vllm serve {base_model} --speculative-config '{json.dumps(speculative)}'"
-    return "\n\n".join(
-        [
-            "vLLM:",
-            f"```bash\n{vllm}\n```",
-            "SGLang (not tested here):",
-            "```bash\n" + " \\\n  ".join(sglang) + "\n```",
-        ]
-    )
+    shown = "```bash\n" + " \\\n  ".join(command) + "\n```"
+    if config.kind == "eagle":
+        shown += "\n\nSGLang calls this head `LlamaForCausalLMEagle`: set `architectures` in config.json to that first."
+    return shown
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

@@ -124,7 +124,7 @@ def dense_outputs(
     Tokens past the document's end are read as token 0; no slot with a true token at a step depends on them.
     """
     layers = _layers(head)
-    slots_T = torch.arange(next_ids_T.shape[0])
+    slots_T = torch.arange(next_ids_T.shape[0], device=next_ids_T.device)
     feature_TH = head.features(states_TX.to(head.fc.weight.dtype))
     keys: list[list[Tensor]] = [[] for _ in layers]
     values: list[list[Tensor]] = [[] for _ in layers]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,31 +66,31 @@ class HeadConfig:
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"head.num_attention_heads={self.num_attention_heads} is not a multiple of "
-                f"head.num_key_value_heads={self.num_key_value_heads}; grouped-query attention needs that"
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}; grouped-query attention needs that"
             )
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
-                f"head.draft_vocab_size={self.draft_vocab_size} must lie between 1 and the target's {self.vocab_size}"
+                f"draft_vocab_size={self.draft_vocab_size} must lie between 1 and the target's {self.vocab_size}"
             )
         if self.rope_parameters.get("rope_type", "default") not in ENGINE_ROPE_TYPES:
             raise ValueError(
-                f"rope_type {self.rope_parameters['rope_type']!r} is not supported in a head; "
-                f"one of {', '.join(ENGINE_ROPE_TYPES)} is"
+                f"rope_type {self.rope_parameters['rope_type']!r} is not supported; targets and heads with "
+                f"{', '.join(ENGINE_ROPE_TYPES)} are"
             )
         extended = [name for name in ("alpha", "max_trained_positions") if name in self.rope_parameters]
         if extended:
             raise ValueError(
-                f"rope_parameters with {', '.join(extended)} change the base in a way that a head does not follow; "
-                "give the head a rope of one of the usual kinds"
+                f"rope_parameters with {', '.join(extended)} change the base in a way that eyas does not follow; "
+                "a target that has them cannot be given a head here"
             )
         if self.hidden_size != self.target_hidden_size and not self.own_embedding:
             raise ValueError(
-                f"head.hidden_size={self.hidden_size} differs from the target's {self.target_hidden_size}, so the head "
+                f"hidden_size={self.hidden_size} differs from the target's {self.target_hidden_size}, so the head "
                 "cannot share the target's embedding and must have its own"
             )
         if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"head.sliding_window={self.sliding_window} must be at least 1; null is no window")
+            raise ValueError(f"sliding_window={self.sliding_window} must be at least 1; null is no window")
         if self.kind == "eagle":
             self._check_eagle()
         else:
@@ -143,17 +143,6 @@ class HeadConfig:
             layers = default_capture_layers(target_config.num_hidden_layers)
         return replace(self, capture_layers=layers, inherited_window=inherited_window(target_config))
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able form; `HeadConfig.from_dict` reads it back."""
-        layers = self.capture_layers
-        return {**asdict(self), "capture_layers": None if layers is None else list(layers)}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> HeadConfig:
-        """Inverse of `to_dict`."""
-        layers = values["capture_layers"]
-        return cls(**{**values, "capture_layers": None if layers is None else tuple(layers)})
-
 
 def default_capture_layers(num_layers: int) -> tuple[int, ...]:
     """Layer ids 2, L//2 and L-3, the choice of EAGLE-3 and vLLM's default, for a target of `num_layers` layers."""
@@ -183,7 +172,7 @@ def inherited_window(target_config: Any) -> int | None:
     values = target_config.to_dict()
     if "full_attention" in (values.get("layer_types") or ()):
         return None
-    return values.get("sliding_window")
+    return values.get("sliding_window") or None  # the engine takes 0 for none
 
 
 def head_rope_parameters(target_config: Any) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from eyas.heads.chain import Chains
 from eyas.heads.head import DraftHead, later_input
 from eyas.heads.layers import DraftLayer
 
+SLOTS_AT_A_TIME = 256
+
 
 @torch.inference_mode()
 def draft_from_slots(
@@ -52,9 +54,17 @@ def draft_from_slots(
     for step in range(num_tokens):
         if step > 0:
             chains.advance(drafts[-1])
-        logits_SD = head.logits(chains.outputs_SH, target_readout_DH=target_readout_DH)
-        drafts.append(head.target_ids(logits_SD.argmax(dim=-1)))
+        drafts.append(head.target_ids(_best(head, chains.outputs_SH, target_readout_DH=target_readout_DH)))
     return torch.stack(drafts, dim=1)
+
+
+def _best(head: DraftHead, outputs_SH: Tensor, *, target_readout_DH: Tensor) -> Tensor:
+    """Likeliest draft ids [S], some slots at a time: logits of a whole document over a whole vocabulary are large."""
+    chunks = [
+        head.logits(chunk_SH, target_readout_DH=target_readout_DH).argmax(dim=-1)
+        for chunk_SH in outputs_SH.split(SLOTS_AT_A_TIME)
+    ]
+    return torch.cat(chunks)
 
 
 @torch.inference_mode()

@@ -16,6 +16,7 @@ from eyas.recipes.run import open_run, stage_names
 from eyas.recipes.schema import Recipe
 from eyas.recipes.stage import partial_directory, read_manifest, run_lock, run_stage, stage_status
 from eyas.recipes.stages import STAGES
+from eyas.recipes.train_stages import require_head_possible
 
 
 def launched_processes() -> int:
@@ -46,6 +47,7 @@ def train_in_processes(recipe: Recipe, *, say: Callable[[str], None]) -> None:
                 "process first, then launch the training"
             )
     stage = STAGES["train"](run)
+    require_head_possible(run)
     status = stage_status(stage, run_dir=run.run_dir)
     processes.wait_for_everyone()  # all have looked before the main process changes anything
     if status == "complete":

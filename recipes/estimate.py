@@ -11,13 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from eyas.heads.files import read_json
-from eyas.recipes.schema import Features
-from eyas.recipes.schema_head import Head
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-DEFAULT_CAPTURED = 3
-"""Layers captured when the recipe names none."""
-
 TRAINED_BYTES = 16
 """Bytes per trained parameter: fp32 weight, gradient and AdamW's two moments."""
 
@@ -60,35 +55,9 @@ def read_target_shape(target_dir: Path) -> TargetShape:
         ) from error
 
 
-def num_captured(features: Features, *, kind: str) -> int:
-    """Captured layers per token; an EAGLE head reads the last hidden state alone."""
-    if kind == "eagle":
-        return 0
-    return len(features.capture_layers) if features.capture_layers else DEFAULT_CAPTURED
-
-
 def feature_bytes(tokens: int, *, hidden_size: int, captured: int, dtype: str) -> int:
     """Disk of a feature store: every captured layer and the last hidden state of every token."""
     return tokens * (captured + 1) * hidden_size * DTYPE_BYTES[dtype]
-
-
-def head_parameters(head: Head, *, target: TargetShape, captured: int) -> int:
-    """Trained parameters of a head, norms left out: fc, decoder layers, and for EAGLE-3 its lm_head.
-
-    With draft_vocab_size=auto the size is known only after the answers were counted, and the whole vocabulary is the bound.
-    """
-    hidden = head.hidden_size or target.hidden_size
-    head_dim = head.head_dim or target.head_dim
-    query = (head.num_attention_heads or target.num_attention_heads) * head_dim
-    key_value = (head.num_key_value_heads or target.num_key_value_heads) * head_dim
-    mlp = 3 * hidden * (head.intermediate_size or target.intermediate_size)
-    layers = head.num_layers * (hidden * (query + 2 * key_value) + query * hidden + mlp)
-    if head.kind == "eagle":
-        return 2 * hidden * hidden + layers
-    wide = hidden * (query + 2 * key_value)  # the first layer reads embedding and feature side by side
-    readout = (head.draft_vocab_size if isinstance(head.draft_vocab_size, int) else target.vocab_size) * hidden
-    embedding = 0 if hidden == target.hidden_size else target.vocab_size * hidden
-    return captured * target.hidden_size * hidden + layers + wide + readout + embedding
 
 
 def training_bytes(parameters: int, *, target: TargetShape) -> int:

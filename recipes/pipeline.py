@@ -69,8 +69,11 @@ def _run_one(stage: Stage, *, run_dir: Path, say: Say) -> None:
 
 
 def _require_head_possible(run: Run, *, last: str) -> None:
-    """Fail before features are extracted when the head cannot be made for the target, unless it has been made."""
-    if "extract" in stage_names(run.recipe, last=last) and not (run.directory("train") / MANIFEST).is_file():
+    """Fail before features are extracted when the head cannot be made for the target, unless all of it has been made."""
+    if "extract" not in stage_names(run.recipe, last=last):
+        return
+    made = (run.directory("extract") / MANIFEST).is_file() and (run.directory("train") / MANIFEST).is_file()
+    if not made or stage_status(STAGES["train"](run), run_dir=run.run_dir) != "complete":
         require_head_possible(run)
 
 

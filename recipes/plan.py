@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from eyas.heads.config import DEFAULT_CAPTURED
 from eyas.recipes.estimate import (
     TargetShape,
     checkpoint_bytes,
     feature_bytes,
-    head_parameters,
-    num_captured,
     read_target_shape,
     rough_tokens,
     training_bytes,
@@ -16,6 +15,7 @@ from eyas.recipes.estimate import (
 from eyas.recipes.run import Run, open_run, stage_names
 from eyas.recipes.schema import Recipe
 from eyas.recipes.stage import MANIFEST
+from eyas.recipes.train_stages import captured_layers, head_parameters
 
 
 def plan_lines(recipe: Recipe) -> list[str]:
@@ -25,11 +25,19 @@ def plan_lines(recipe: Recipe) -> list[str]:
     """
     run = open_run(recipe)
     shape = read_target_shape(run.target_dir)
+    names = stage_names(recipe, last="score")
     return [
         f"run directory:  {run.run_dir}",
         f"target:         {run.target_dir} ({_gib(weight_bytes(run.target_dir))} of weights)",
-        f"stages:         {', '.join(_stage_word(run, name) for name in stage_names(recipe, last='score'))}",
-        *_estimate_lines(run, shape=shape),
+        f"stages:         {', '.join(_stage_word(run, name) for name in names)}",
+        *(
+            _training_lines(run, shape=shape)
+            if "train" in names
+            else [f"head:           {recipe.score.head}, as it is"]
+        ),
+        f"score memory:   {_gib(weight_bytes(run.target_dir))} weights + {recipe.score.kv_cache_gib} GiB KV cache "
+        "(CPU) + the head, per engine; one engine at a time",
+        "time:           not estimated; it depends on the machine",
     ]
 
 
@@ -37,10 +45,12 @@ def _stage_word(run: Run, name: str) -> str:
     return f"{name} (exists)" if (run.directory(name) / MANIFEST).is_file() else name
 
 
-def _estimate_lines(run: Run, *, shape: TargetShape) -> list[str]:
+def _training_lines(run: Run, *, shape: TargetShape) -> list[str]:
     recipe = run.recipe
-    captured = num_captured(recipe.features, kind=recipe.head.kind)
-    parameters = head_parameters(recipe.head, target=shape, captured=captured)
+    layers = captured_layers(run)
+    captured = DEFAULT_CAPTURED if layers is None else len(layers)
+    least, parameters = head_parameters(run)
+    bound = "" if least == parameters else "at most "
     per_token = feature_bytes(1, hidden_size=shape.hidden_size, captured=captured, dtype=recipe.features.dtype)
     tokens, how = _tokens(run)
     disk = "unknown" if tokens is None else _gib(tokens * per_token)
@@ -48,19 +58,11 @@ def _estimate_lines(run: Run, *, shape: TargetShape) -> list[str]:
         f"train tokens:   {how}",
         f"features disk:  {disk} = tokens x ({captured} captured layers + 1) x {shape.hidden_size} x dtype bytes "
         f"({per_token:,} bytes per token)",
-        f"train disk:     {_gib(checkpoint_bytes(parameters))} (two checkpoints and the head)",
-        f"head:           {_bound(recipe)}{parameters / 1e6:.1f} million trained parameters",
-        f"train memory:   {_gib(training_bytes(parameters, target=shape))} without activations "
+        f"train disk:     {bound}{_gib(checkpoint_bytes(parameters))} (two checkpoints and the head)",
+        f"head:           {bound}{parameters / 1e6:.1f} million trained parameters",
+        f"train memory:   {bound}{_gib(training_bytes(parameters, target=shape))} without activations "
         "(16 bytes per trained parameter; embedding and lm_head of the target)",
-        f"score memory:   {_gib(weight_bytes(run.target_dir))} weights + {recipe.score.kv_cache_gib} GiB KV cache "
-        "(CPU) + the head, per engine; one engine at a time",
-        "time:           not estimated; it depends on the machine",
     ]
-
-
-def _bound(recipe: Recipe) -> str:
-    """The size of an automatic draft vocabulary is known after the answers were counted."""
-    return "at most " if recipe.head.kind == "eagle3" and recipe.head.draft_vocab_size == "auto" else ""
 
 
 def _tokens(run: Run) -> tuple[int | None, str]:

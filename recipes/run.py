@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from eyas.heads.files import fingerprint
 from eyas.recipes.load import resolve_builtin
 from eyas.recipes.schema import Recipe
 
@@ -25,7 +26,13 @@ class Run:
     target_fingerprint: str
 
     def directory(self, stage: str) -> Path:
-        """Where a stage's files lie; the extract stage is named after what it makes."""
+        """Where a stage's files lie; the extract stage is named after what it makes.
+
+        A head from elsewhere is measured in a directory of its own, so that the run's own measurement stays.
+        """
+        if stage == "score" and self.recipe.score.head is not None:
+            head = Path(self.recipe.score.head).expanduser().resolve()
+            return self.run_dir / f"score-{head.name}-{fingerprint(str(head))[:6]}"
         return self.run_dir / ("features" if stage == "extract" else stage)
 
     @property

@@ -5,8 +5,8 @@ A field here is its own documentation: type, bounds, unit and one line of meanin
 
 Two choices a reader may question. Validation is strict (`"3"` and `true` are no integers), because a value that YAML
 read differently than its writer meant should be an error, not a guess; only numbers written like `2e-4`, which YAML
-1.1 reads as text, are turned into floats. And `null` always means "take the target's value" or "decide from the
-machine", never "off".
+1.1 reads as text, are turned into floats. And each field says what `null` means: usually the target's value, or what the
+machine has, or that the thing is not done.
 """
 
 from __future__ import annotations
@@ -181,6 +181,12 @@ class Recipe(Section):
     train: Train = Train()
     export: Export = Export()
     score: Score = Score()
+
+    @model_validator(mode="after")
+    def _check_vocabulary(self) -> Self:
+        if self.head.vocabulary == "reuse" and self.init.head is None:
+            raise ValueError("head.vocabulary: reuse needs a head to take it from; name one in init.head")
+        return self
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:

@@ -32,7 +32,9 @@ class Head(Section):
     num_key_value_heads: int | None = Field(default=None, gt=0, description="key and value heads; null = the target's")
     head_dim: int | None = Field(default=None, gt=0, multiple_of=2, description="width of a head; null = the target's")
     attention_bias: bool = Field(default=False, description="biases in the attention projections")
-    sliding_window: int | None = Field(default=None, gt=0, description="tokens attention reaches back; null = all")
+    sliding_window: int | None = Field(
+        default=None, gt=0, description="tokens attention reaches back; null = as the target"
+    )
     norm_before_residual: bool = Field(default=False, description="EAGLE-3: residual of the normed feature")
     norm_before_fc: bool = Field(default=False, description="EAGLE-3: one norm over all captured layers before fc")
     fc_norm: bool = Field(default=False, description="EAGLE-3.1: a norm for each captured layer before fc")
@@ -50,6 +52,8 @@ class Head(Section):
     def _check_vocabulary(self) -> Self:
         if isinstance(self.draft_vocab_size, int) and self.draft_vocab_size < 2:
             raise ValueError(f"draft_vocab_size: {self.draft_vocab_size} is too small; at least 2")
+        if self.kind == "eagle" and self.vocabulary == "reuse":
+            raise ValueError("vocabulary: an EAGLE head has the target's vocabulary; remove it")
         return self
 
     @model_validator(mode="after")

@@ -21,7 +21,9 @@ def score_stage(run: Run) -> Stage:
         from eyas.eval.score import score
         from eyas.heads.prediction import acceptance_predictor
 
-        method = servable_kind(head_dir, target_dir=run.target_dir)
+        method = servable_kind(
+            head_dir, target_dir=run.target_dir, trust_remote_code=run.recipe.target.trust_remote_code
+        )
         return score(
             out_dir,
             target_dir=run.target_dir,
@@ -63,10 +65,10 @@ def score_stage(run: Run) -> Stage:
         "head": output_fingerprint(head_dir) if given is None else head_fingerprint(head_dir),
         "conversations": fingerprint_file(run.conversations),
     }
-    return Stage(name="score", settings=settings, inputs=inputs, body=body)
+    return Stage(name=run.directory("score").name, settings=settings, inputs=inputs, body=body)
 
 
-def servable_kind(head_dir: Path, *, target_dir: Path) -> str:
+def servable_kind(head_dir: Path, *, target_dir: Path, trust_remote_code: bool) -> str:
     """Kind of the head in a directory, which is also vLLM's name of the method.
 
     Raises:
@@ -75,7 +77,7 @@ def servable_kind(head_dir: Path, *, target_dir: Path) -> str:
     from eyas.heads.formats.check import check_head, errors
     from eyas.heads.formats.read import read_files
 
-    problems = errors(check_head(head_dir, target_dir=target_dir))
+    problems = errors(check_head(head_dir, target_dir=target_dir, trust_remote_code=trust_remote_code))
     if problems:
         raise ValueError(f"{head_dir} cannot be served: " + "; ".join(problems))
     return read_files(head_dir).config.kind
@@ -105,6 +107,7 @@ def score_context(run: Run) -> dict[str, Any]:
     manifests = {name: read_manifest(run.directory(name)) for name in made}
     return {
         "name": run.recipe.name,
+        "head": str(run.directory("export") if run.recipe.score.head is None else run.recipe.score.head),
         "training": {"metrics": metrics},
         "recipe": run.recipe.model_dump(mode="json"),
         "target": {"directory": str(run.target_dir), "fingerprint": run.target_fingerprint},

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eyas.heads.files import read_json
-from eyas.recipes.estimate import checkpoint_bytes, head_parameters, num_captured, read_target_shape
+import typer
+
+from eyas.heads.config import default_capture_layers
+from eyas.heads.files import fingerprint_file, read_json
+from eyas.recipes.estimate import checkpoint_bytes
 from eyas.recipes.run import Run, available_cores
 from eyas.recipes.schema import Recipe
 from eyas.recipes.schema_train import Train
@@ -47,12 +50,9 @@ def train_stage(run: Run) -> Stage:
     def body(out_dir: Path) -> dict[str, Any]:
         from eyas.train.run import TrainedInputs, run_training
 
-        parameters = head_parameters(
-            head,
-            target=read_target_shape(run.target_dir),
-            captured=num_captured(recipe.features, kind=recipe.head.kind),
+        require_free_bytes(
+            out_dir, needed=checkpoint_bytes(head_parameters(run)[0]), what="training (two checkpoints and the head)"
         )
-        require_free_bytes(out_dir, needed=checkpoint_bytes(parameters), what="training (two checkpoints and the head)")
         return run_training(
             out_dir,
             inputs=TrainedInputs(features_dir=features_dir, tokens_dir=tokens_dir, target_dir=run.target_dir),
@@ -67,6 +67,7 @@ def train_stage(run: Run) -> Stage:
             tracker=train.tracker,
             run_name=recipe.name,
             trust_remote_code=recipe.target.trust_remote_code,
+            say=lambda line: typer.echo(f"train: {line}"),
         )
 
     harmless = {"checkpoint_every", "log_every", "threads", "tracker"}
@@ -89,8 +90,6 @@ def train_stage(run: Run) -> Stage:
 
 def _describe_training(counts: dict[str, Any]) -> list[str]:
     return [
-        f"draft vocabulary of {counts['draft_vocab_size']} tokens covers {counts['draft_coverage_heldout']:.1%} of the "
-        "held-out answer tokens",
         f"held-out tau {counts['heldout_tau']:.3f} (k={counts['chain_length']}, {counts['estimator']}, "
         f"{counts['heldout_conversations']} conversations)",
     ]
@@ -131,9 +130,39 @@ def head_plan(recipe: Recipe) -> HeadPlan:
     )
 
 
+def head_parameters(run: Run) -> tuple[int, int]:
+    """Parameters of the head that are trained, at least and at most.
+
+    They differ when the draft vocabulary is chosen by coverage: its size is known once the answers are counted.
+    """
+    from math import prod
+
+    from eyas.heads.config import load_target_config
+    from eyas.heads.formats.files import expected_shapes
+    from eyas.heads.formats.read import read_files
+    from eyas.train.start import planned_config
+
+    recipe, plan = run.recipe, head_plan(run.recipe)
+    target = load_target_config(run.target_dir, trust_remote_code=recipe.target.trust_remote_code)
+    if plan.init_head is not None:
+        config = read_files(plan.init_head).config.for_target(target)
+    else:
+        size = plan.draft_vocab_size if isinstance(plan.draft_vocab_size, int) else target.vocab_size
+        layers = captured_layers(run)
+        layers = default_capture_layers(target.num_hidden_layers) if layers is None else layers
+        config = planned_config(plan, target=target, capture_layers=layers, draft_vocab_size=size)
+    sizes = {name: prod(shape) for name, shape in expected_shapes(config).items()}
+    readout = sizes.get("lm_head.weight", 0)
+    rest = sum(sizes.values()) - readout
+    if not plan.start.train_lm_head:
+        return rest, rest
+    open_size = plan.init_head is None and plan.draft_vocab_size == "auto" and plan.kind == "eagle3"
+    return (rest if open_size else rest + readout), rest + readout
+
+
 def require_head_possible(run: Run) -> None:
     """Fail before hours of extraction when the head of a recipe cannot be made for its target."""
-    from eyas.heads.config import default_capture_layers, load_target_config
+    from eyas.heads.config import load_target_config
     from eyas.train.start import require_possible
 
     recipe = run.recipe
@@ -142,7 +171,13 @@ def require_head_possible(run: Run) -> None:
     if layers is None:
         target = load_target_config(run.target_dir, trust_remote_code=trusted)
         layers = default_capture_layers(target.num_hidden_layers)
-    require_possible(head_plan(recipe), target_dir=run.target_dir, capture_layers=layers, trust_remote_code=trusted)
+    require_possible(
+        head_plan(recipe),
+        target_dir=run.target_dir,
+        capture_layers=layers,
+        trust_remote_code=trusted,
+        layout=recipe.export.format,
+    )
 
 
 def loss_terms(train: Train) -> Losses:
@@ -199,18 +234,46 @@ def export_stage(run: Run) -> Stage:
             target_dir=run.target_dir,
             dtype=served,
             to=form,
-            verifier=recipe.target.model,
+            verifier=_target_name(run),
             draft_tokens=recipe.score.draft_lengths[0],
             card=_card(run),
+            trust_remote_code=recipe.target.trust_remote_code,
         )
 
+    # The card tells all of these, so a change of one makes the export stale.
     settings = recipe.export.model_dump(mode="json") | {
         "dtype": dtype,
-        "target": recipe.target.model,
+        "target": recipe.target.model_dump(mode="json"),
         "draft_tokens": recipe.score.draft_lengths[0],
+        "name": recipe.name,
+        "training": _told_settings(recipe),
     }
-    inputs = {"target": run.target_fingerprint, "head": output_fingerprint(train_dir, under="head/")}
+    inputs = {
+        "target": run.target_fingerprint,
+        "head": output_fingerprint(train_dir, under="head/"),
+        "heldout": fingerprint_file(train_dir / "heldout.json"),
+        "conversations": read_manifest(run.directory("prepare"))["inputs"]["conversations"],
+    }
     return Stage(name="export", settings=settings, inputs=inputs, body=body, describe=lambda counts: counts["warnings"])
+
+
+def _target_name(run: Run) -> str:
+    """What others can load the target by: its hub id, or else its directory here."""
+    model = run.recipe.target.model
+    is_hub_id = ":" not in model and not Path(model).expanduser().is_dir()
+    return model if is_hub_id else str(run.target_dir)
+
+
+def _told_settings(recipe: Recipe) -> dict[str, Any]:
+    """What a model card tells about the training, in the recipe's own names."""
+    silent = {"threads", "tracker", "log_every", "checkpoint_every"}
+    sections = {"head": recipe.head, "init": recipe.init, "train": recipe.train}
+    return {"seed": recipe.seed} | {
+        f"{name}.{key}": value
+        for name, section in sections.items()
+        for key, value in section.model_dump(mode="json").items()
+        if key not in silent
+    }
 
 
 def _card(run: Run) -> str:
@@ -221,10 +284,11 @@ def _card(run: Run) -> str:
     heldout = read_json(train_dir / "heldout.json")
     return model_card(
         name=recipe.name,
-        base_model=recipe.target.model,
+        base_model=_target_name(run),
+        revision=recipe.target.revision,
         config=read_files(train_dir / "head").config,
         data_fingerprint=read_manifest(run.directory("prepare"))["inputs"]["conversations"],
-        training={"seed": recipe.seed, **recipe.train.model_dump(mode="json")},
+        training=_told_settings(recipe),
         heldout=heldout,
         coverage=heldout["draft_coverage_heldout"],
         to=recipe.export.format,

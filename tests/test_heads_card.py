@@ -28,6 +28,7 @@ def card(**changes: Any) -> str:
     fields: dict[str, Any] = {
         "name": "smol-eagle3",
         "base_model": "org/target",
+        "revision": None,
         "config": tiny.head_config(),
         "data_fingerprint": "ab12",
         "training": {"steps": 400, "learning rate": 0.0003, "loss": "kl", "dtype": None},
@@ -90,3 +91,25 @@ def test_the_commands_can_be_pasted(changes: dict[str, Any], method: str, algori
 
 def test_a_cell_never_breaks_the_table() -> None:
     assert "| note | a\\|b c |" in card(training={"note": "a|b\nc"})
+
+
+def test_a_target_without_a_hub_id_is_not_named_as_one() -> None:
+    text = card(base_model="/models/smol")
+    assert "base_model" not in yaml.safe_load(text.split("---")[1])
+    assert "vllm serve TARGET_DIRECTORY" in text
+    assert "`/models/smol`" in text
+
+
+def test_what_no_server_reads_is_not_offered() -> None:
+    biased = card(config=tiny.head_config(**tiny.EAGLE, fc_bias=True), to="eagle-repo")
+    assert "vllm serve" not in biased
+    assert "the EAGLE repository's own code only" in biased
+    assert "sglang" not in card(to="speculators")
+    assert "LlamaForCausalLMEagle" in card(config=tiny.head_config(**tiny.EAGLE))
+
+
+def test_variants_and_revision_are_told() -> None:
+    text = card(config=tiny.head_config(fc_norm=True, norm_output=True, sliding_window=9), revision="v2")
+    assert "as EAGLE-3.1" in text
+    assert "sliding window of 9 tokens" in text
+    assert "`org/target` at v2" in text

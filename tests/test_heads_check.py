@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -307,21 +308,21 @@ def _beside_target(config: HeadConfig, directory: Path, target: Path) -> list[Fi
 
 def test_layers_that_the_target_does_not_have(tmp_path: Path, tiny_target: Path) -> None:
     config = head_for(tiny_target)
-    outside = {**config.to_dict(), "capture_layers": [2, 6, 9]}
-    findings = _beside_target(HeadConfig.from_dict(outside), tmp_path, tiny_target)
+    outside = replace(config, capture_layers=(2, 6, 9))
+    findings = _beside_target(outside, tmp_path, tiny_target)
     assert [one.severity for one in findings] == ["error"]
     assert "captured layers [9] do not exist in a target of 6 layers" in findings[0].what
 
 
 def test_default_layers_must_differ_in_the_target(tmp_path: Path, tiny_target: Path) -> None:
-    config = {**head_for(tiny_target).to_dict(), "capture_layers": None}
-    findings = _beside_target(HeadConfig.from_dict(config), tmp_path, tiny_target)  # 2, 3 and 3 of 6 layers
+    config = replace(head_for(tiny_target), capture_layers=None)
+    findings = _beside_target(config, tmp_path, tiny_target)  # 2, 3 and 3 of 6 layers
     assert "do not differ in a target of 6 layers" in "; ".join(errors(findings))
 
 
 def test_another_rotation_and_a_shorter_context_are_told(tmp_path: Path, tiny_target: Path) -> None:
     changes = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "max_position_embeddings": 128}
-    config = HeadConfig.from_dict({**head_for(tiny_target).to_dict(), **changes})
+    config = replace(head_for(tiny_target), **changes)
     findings = _beside_target(config, tmp_path, tiny_target)
     assert [(one.severity, one.what.partition(" ")[0]) for one in findings] == [
         ("warning", "the"),
@@ -333,7 +334,7 @@ def test_another_rotation_and_a_shorter_context_are_told(tmp_path: Path, tiny_ta
 
 
 def test_shared_and_own_embeddings_are_told(tmp_path: Path, tiny_target: Path) -> None:
-    config = HeadConfig.from_dict({**head_for(tiny_target).to_dict(), "own_embedding": True})
+    config = replace(head_for(tiny_target), own_embedding=True)
     (finding,) = _beside_target(config, tmp_path, tiny_target)
     assert (finding.severity, "keeps the head's own" in finding.consequence) == ("info", True)
     stored = load_file(tiny_target / "model.safetensors")["model.embed_tokens.weight"]

@@ -82,6 +82,7 @@ def train(
         "tracker": "none",
         "run_name": "test",
         "trust_remote_code": False,
+        "say": lambda _line: None,
     }
     out_dir.mkdir(parents=True, exist_ok=True)
     return run_training(

@@ -5,7 +5,7 @@
 
 A checkpoint is written beside and renamed, and the newest complete one is what a resumed run starts from. Only the
 head's own parameters are in it; the target's pieces are frozen and shared. There is no random state to keep: the order
-of batches is a function of seed and epoch, and nothing in a head is random after its initialisation.
+of batches is a function of seed and epoch, and noise on features one of seed, step and document.
 """
 
 from __future__ import annotations

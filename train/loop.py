@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from eyas.heads.formats.write import write_head
+from eyas.heads.formats.write import working_layout, write_head
 from eyas.heads.head import DraftHead
 from eyas.train.batches import TrainingDocument, run_batches, training_document
 from eyas.train.checkpoint import (
@@ -48,7 +48,7 @@ class LoopSettings:
     learning_rate: float
     warmup_share: float
     schedule: Schedule
-    max_grad_norm: float
+    max_grad_norm: float | None
     max_grad_value: float | None
     noise: FeatureNoise
     evaluate_every: int
@@ -188,7 +188,8 @@ class Trainer:
         parameters = [parameter for parameter in self.objective.parameters() if parameter.requires_grad]
         if self.settings.max_grad_value is not None:
             self.accelerator.clip_grad_value_(parameters, self.settings.max_grad_value)
-        norm = self.accelerator.clip_grad_norm_(parameters, self.settings.max_grad_norm)
+        limit = self.settings.max_grad_norm
+        norm = self.accelerator.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
         return float(norm) if norm is not None else 0.0
 
     def _evaluate(self) -> None:
@@ -209,7 +210,12 @@ class Trainer:
             self.tracker.log(record)
             if statistics.tau > self.state.best_tau:
                 self.state.best_step, self.state.best_tau = self.state.step, statistics.tau
-                write_head(head_directory(self.run_dir, self.state.step), self.head, dtype=torch.float32)
+                write_head(
+                    head_directory(self.run_dir, self.state.step),
+                    self.head,
+                    dtype=torch.float32,
+                    to=working_layout(self.head.config),
+                )
         self.accelerator.wait_for_everyone()
 
     def _save(self) -> None:

@@ -37,7 +37,7 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class StepRows:
-    """Rows of one TTT step: `hidden_RH` are the head's normed outputs, `positions_R` the ascending target positions they
+    """Rows of one TTT step: `hidden_RH` are what the readout multiplies, `positions_R` the ascending target positions they
     predict the distribution of, `weight` what one row counts in the total loss."""
 
     hidden_RH: Tensor
@@ -71,13 +71,15 @@ def chunked_distillation(
     """
     sizes = [step.hidden_RH.shape[0] for step in steps]
     hidden_RH = torch.cat([step.hidden_RH for step in steps])
+    # Positions that no row points at, such as a prompt's, cost no distribution.
+    needed_N, places = torch.unique(torch.cat([step.positions_R for step in steps]), return_inverse=True)
     loss, kl_sums_K, hits_K = _ChunkedDistillation.apply(
         hidden_RH,
         readout_DH,
-        [step.positions_R for step in steps],
+        list(places.split(sizes)),
         [step.weight for step in steps],
         sizes,
-        teacher_hidden_PH,
+        teacher_hidden_PH[needed_N],
         teacher_readout_DH,
         terms,
         chunk_positions,

@@ -27,10 +27,11 @@ class FeatureNoise:
     width: float
 
     def apply(self, states_TX: Tensor, *, seed: int, step: int, document: int) -> Tensor:
-        """The states with noise, in their dtype."""
+        """The states, in float32 once there is noise in them."""
         if self.kind == "none":
             return states_TX
         scale = self.width * (OFFICIAL_LENGTH / states_TX.shape[0] if self.kind == "length" else 1.0)
         generator = torch.Generator().manual_seed(random.Random(f"{seed}/{step}/{document}").getrandbits(63))
         noise_TX = torch.rand(states_TX.shape, generator=generator).to(states_TX.device)
-        return states_TX + ((noise_TX - 0.5) * scale).to(states_TX.dtype)
+        # In float32: most of the noise would be rounded away beside a large bfloat16 feature.
+        return states_TX.float() + (noise_TX - 0.5) * scale

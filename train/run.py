@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor
 
 from eyas.heads.config import load_target_config
@@ -55,24 +57,22 @@ def run_training(
     tracker: Literal["none", "wandb"],
     run_name: str,
     trust_remote_code: bool,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Train a head and write the best one, by held-out tau, to `out_dir/head`.
 
     Args:
-        plan: what head it is and what it starts from.
-        precision: of matrix products; weights and optimiser state stay float32.
+        plan: what head it is and what it starts from. precision: of matrix products; weights stay float32.
         evaluate_conversations: held-out conversations of the evaluations while training; the final figure uses all.
 
     Returns:
-        Steps, the best step, final held-out tau and marginals over all held-out conversations, draft coverage.
+        Steps, the best step, final held-out tau and marginals over all held-out conversations, coverage.
 
     Raises:
-        ValueError: the store belongs to another target, sizes do not fit, or the launch is not what was asked for.
+        ValueError: store, target, head and launch do not fit together.
     """
-    if threads is not None:
-        torch.set_num_threads(threads)
-    accelerator = Accelerator(mixed_precision=precision)
-    check_launch(accelerator.num_processes)
+    accelerator = _accelerator(precision, threads=threads)
+    main = accelerator.is_main_process
     identity = check_identity(inputs.features_dir, target_fingerprint=target_fingerprint(inputs.target_dir))
     store, heldout = (FeatureStore(inputs.features_dir, split=split) for split in ("train", "heldout"))
     pieces = load_target_pieces(inputs.target_dir)
@@ -87,9 +87,10 @@ def run_training(
         capture_layers=tuple(identity.capture_layers),
         stop_token_ids=read_json(inputs.tokens_dir / "stop_tokens.json"),
         seed=loop.seed,
+        say=say if main else _silent,
     )
     objective = _objective(head, pieces=pieces, losses=losses, precision=precision)
-    trainer = Trainer(
+    state = Trainer(
         accelerator=accelerator,
         objective=objective,
         optimizer=adamw(objective, learning_rate=loop.learning_rate, betas=betas, weight_decay=weight_decay),
@@ -97,13 +98,10 @@ def run_training(
         heldout=[heldout[index] for index in range(min(evaluate_conversations, len(heldout)))],
         settings=loop,
         run_dir=out_dir,
-        tracker=_tracker(
-            tracker, out_dir=out_dir, name=run_name, settings=asdict(loop), main=accelerator.is_main_process
-        ),
-    )
-    state = trainer.train()
+        tracker=_tracker(tracker, out_dir=out_dir, name=run_name, settings=asdict(loop), main=main),
+    ).train()
     counts: dict[str, Any] = {"steps": state.step, "best_step": state.best_step}
-    if accelerator.is_main_process:
+    if main:
         counts |= _finish(
             out_dir,
             state=state,
@@ -115,6 +113,16 @@ def run_training(
         )
     accelerator.wait_for_everyone()
     return counts
+
+
+def _accelerator(precision: Literal["bf16", "no"], *, threads: int | None) -> Accelerator:
+    if threads is not None:
+        torch.set_num_threads(threads)
+    # The buffers are the target's frozen weights, equal everywhere: sending them again each step would cost gigabytes.
+    quiet = DistributedDataParallelKwargs(broadcast_buffers=False)
+    accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[quiet])
+    check_launch(accelerator.num_processes)
+    return accelerator
 
 
 def _objective(head: DraftHead, *, pieces: TargetPieces, losses: Losses, precision: str) -> HeadObjective:
@@ -166,6 +174,10 @@ def _finish(
     }
     write_json(out_dir / "heldout.json", result)
     return result
+
+
+def _silent(_line: str) -> None:
+    """What a process says that is not the main one."""
 
 
 def check_launch(num_processes: int) -> None:

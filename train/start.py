@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,11 +12,13 @@ from torch import Tensor
 
 from eyas.heads.build import build_head
 from eyas.heads.config import HeadConfig, Kind, LayerStyle, head_config_for_target, load_target_config
+from eyas.heads.formats.files import Format
 from eyas.heads.formats.read import read_head
+from eyas.heads.formats.write import require_expressible, working_layout
 from eyas.heads.head import DraftHead, identity_mapping
 from eyas.heads.initialise import HeadStart, freeze, new_head, require_start
 from eyas.heads.target import TargetPieces
-from eyas.heads.vocab import choose_draft_vocabulary, size_for_coverage
+from eyas.heads.vocab import choose_draft_vocabulary, coverage, size_for_coverage
 from eyas.train.features.store import FeatureStore
 
 
@@ -65,6 +66,7 @@ def start_head(
     capture_layers: tuple[int, ...],
     stop_token_ids: Sequence[int],
     seed: int,
+    say: Callable[[str], None],
 ) -> DraftHead:
     """The head at step 0, in float32.
 
@@ -72,6 +74,7 @@ def start_head(
         target: transformers configuration of the target.
         store, heldout: features whose answers choose the draft vocabulary and judge its size.
         capture_layers: layers in the store.
+        say: takes a line that the user should read.
 
     Raises:
         ValueError: plan, target, store and `init_head` do not fit together.
@@ -87,8 +90,9 @@ def start_head(
         _require_same_shape(head.config, plan, layers=layers, target=target)
         if plan.vocabulary == "data" and head.config.draft_vocab_size < head.config.vocab_size:
             _require_same_vocabulary(head, vocabulary(head.config.draft_vocab_size))
-        head = _adapted(head, plan, pieces=pieces)
+        head = _adapted(head, plan, target=target, pieces=pieces, say=say)
         freeze(head, train_lm_head=plan.start.train_lm_head)
+        _say_coverage(head, heldout, say=say)
         return head
     size = plan.draft_vocab_size or target.vocab_size
     if plan.kind == "eagle":
@@ -101,7 +105,7 @@ def start_head(
             always=stop_token_ids,
         )
     whole = size == target.vocab_size
-    return new_head(
+    head = new_head(
         planned_config(plan, target=target, capture_layers=layers, draft_vocab_size=size),
         draft_to_target_D=identity_mapping(size) if whole else vocabulary(size),
         pieces=pieces,
@@ -109,6 +113,17 @@ def start_head(
         num_target_layers=target.num_hidden_layers,
         start=plan.start,
         seed=seed,
+    )
+    _say_coverage(head, heldout, say=say)
+    return head
+
+
+def _say_coverage(head: DraftHead, heldout: FeatureStore, *, say: Callable[[str], None]) -> None:
+    answers_V = heldout.answer_token_counts(vocab_size=head.config.vocab_size)
+    share = coverage(answers_V, draft_to_target_D=head.draft_to_target_D)
+    say(
+        f"draft vocabulary: {head.config.draft_vocab_size} of {head.config.vocab_size} tokens, which cover {share:.1%} of the "
+        "held-out answer tokens"
     )
 
 
@@ -148,9 +163,14 @@ def planned_config(
 
 
 def require_possible(
-    plan: HeadPlan, *, target_dir: Path, capture_layers: tuple[int, ...], trust_remote_code: bool
+    plan: HeadPlan,
+    *,
+    target_dir: Path,
+    capture_layers: tuple[int, ...],
+    trust_remote_code: bool,
+    layout: Format,
 ) -> None:
-    """Fail before features are extracted when this head cannot be made for this target.
+    """Fail before features are extracted when this head cannot be made for this target, or not be exported in `layout`.
 
     Raises:
         ValueError: what does not fit, and the setting that mends it.
@@ -160,10 +180,14 @@ def require_possible(
     if plan.init_head is not None:
         head = read_head(plan.init_head, target_config=target)
         _require_same_shape(head.config, plan, layers=layers, target=target)
+        kept = replace(head.config, fc_bias=plan.fc_bias and head.config.fc_bias)
+        require_expressible(kept, to=layout)
         return
     size = plan.draft_vocab_size if isinstance(plan.draft_vocab_size, int) else target.vocab_size
     config = planned_config(plan, target=target, capture_layers=layers, draft_vocab_size=size)
     require_start(config, target_dir=target_dir, num_target_layers=target.num_hidden_layers, start=plan.start)
+    require_expressible(config, to=working_layout(config))
+    require_expressible(config, to=layout)
 
 
 def _require_same_shape(head: HeadConfig, plan: HeadPlan, *, layers: tuple[int, ...], target: Any) -> None:
@@ -183,7 +207,7 @@ def _require_same_shape(head: HeadConfig, plan: HeadPlan, *, layers: tuple[int, 
     asked = {
         "layer": plan.layer if plan.layer != "llama" else None,
         "num_layers": plan.num_layers if plan.num_layers != 1 else None,
-        "draft_vocab_size": plan.draft_vocab_size if plan.draft_vocab_size != "auto" else None,
+        "draft_vocab_size": (plan.draft_vocab_size or head.vocab_size) if plan.draft_vocab_size != "auto" else None,
         "sliding_window": plan.sliding_window,
     }
     sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -208,18 +232,23 @@ def _require_same_vocabulary(head: DraftHead, vocabulary_D: Tensor) -> None:
         )
 
 
-def _adapted(head: DraftHead, plan: HeadPlan, *, pieces: TargetPieces) -> DraftHead:
+def _adapted(
+    head: DraftHead, plan: HeadPlan, *, target: Any, pieces: TargetPieces, say: Callable[[str], None]
+) -> DraftHead:
     """The head without what training leaves behind: a copy of the target's embedding, and a bias in fc nobody asked for.
 
     An own embedding that is the target's is shared again, as the engine would, so that nothing trains it. A bias in fc
     belongs to the original repository's layout and has no place in vLLM.
     """
     config, state = head.config, dict(head.state_dict())
+    # vLLM stops drafting beyond the head's own length, and published heads often name a short one.
+    length = max(config.max_position_embeddings, target.max_position_embeddings)
+    config = replace(config, max_position_embeddings=length)
     if head.embed_tokens is not None and _is_copy(head.embed_tokens.weight.detach(), of=pieces.embedding_VH):
         config = replace(config, own_embedding=False)
         del state["embed_tokens.weight"]
     if config.fc_bias and not plan.fc_bias:
-        warnings.warn(f"fc.bias of {plan.init_head} is left out, since head.fc_bias is false", stacklevel=2)
+        say(f"fc.bias of {plan.init_head} is left out, since head.fc_bias is false")
         config = replace(config, fc_bias=False)
         del state["fc.bias"]
     if config == head.config:

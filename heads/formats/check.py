@@ -27,16 +27,19 @@ __all__ = ["Finding", "check_and_read", "check_head", "errors", "inspect_head"]
 UNREADABLE = "neither vLLM nor eyas can read the head"
 
 
-def check_head(directory: Path, *, target_dir: Path | None) -> list[Finding]:
+def check_head(directory: Path, *, target_dir: Path | None, trust_remote_code: bool = False) -> list[Finding]:
     """Everything worth saying about a head directory before it is served; empty when all is as it should be.
 
     Args:
         target_dir: the head's target, to check that the two fit; None checks the head alone.
+        trust_remote_code: run code that comes with the target's configuration.
     """
-    return check_and_read(directory, target_dir=target_dir)[0]
+    return check_and_read(directory, target_dir=target_dir, trust_remote_code=trust_remote_code)[0]
 
 
-def check_and_read(directory: Path, *, target_dir: Path | None) -> tuple[list[Finding], HeadFiles | None]:
+def check_and_read(
+    directory: Path, *, target_dir: Path | None, trust_remote_code: bool = False
+) -> tuple[list[Finding], HeadFiles | None]:
     """As `check_head`, with the head's content when it can be read."""
     findings, files = inspect_head(directory)
     if files is None:
@@ -44,7 +47,9 @@ def check_and_read(directory: Path, *, target_dir: Path | None) -> tuple[list[Fi
     values = read_json(directory / CONFIG_FILE)
     findings += engine_findings(values, files.config, layout=files.format, path=directory / CONFIG_FILE)
     findings += _served_differently(files, stored=stored_names(directory), directory=directory)
-    return findings + ([] if target_dir is None else target_findings(files, target_dir)), files
+    if target_dir is not None:
+        findings += target_findings(files, target_dir, trust_remote_code=trust_remote_code)
+    return findings, files
 
 
 def inspect_head(directory: Path) -> tuple[list[Finding], HeadFiles | None]:

@@ -45,10 +45,10 @@ _TARGETS = """
 EAGLE3_TARGETS = frozenset(_TARGETS.split())
 
 
-def target_findings(files: HeadFiles, target_dir: Path) -> list[Finding]:
+def target_findings(files: HeadFiles, target_dir: Path, *, trust_remote_code: bool = False) -> list[Finding]:
     """Whether the head fits the target, and what the engine will share between the two."""
     try:
-        target = load_target_config(target_dir)
+        target = load_target_config(target_dir, trust_remote_code=trust_remote_code)
         weights = TargetWeights(target_dir)
     except ValueError as error:
         return [Finding("error", str(error), "the head cannot be checked against it", "name the target's directory")]

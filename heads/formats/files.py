@@ -6,7 +6,7 @@ Tensors carry the names of the module (heads/head.py), so a format differs from 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -96,7 +96,10 @@ def _weight_paths(directory: Path) -> list[Path]:
     index = directory / INDEX_FILE
     if not index.is_file():
         return sorted(directory.glob("*.safetensors"))
-    names = sorted(set(read_json(index)["weight_map"].values()))
+    entries = read_json(index).get("weight_map")
+    if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries.values()):
+        raise ValueError(f"{index} has no weight_map of tensor names to files; repair it")
+    names = sorted(set(entries.values()))
     if any(Path(name).name != name for name in names):
         raise ValueError(f"{index} names files outside its directory; repair it")
     return [directory / name for name in names]
@@ -108,6 +111,18 @@ def expected_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
         warnings.simplefilter("ignore")
         head = build_head(config, draft_to_target_D=torch.empty(config.draft_vocab_size))
     return {name: tuple(parameter.shape) for name, parameter in head.named_parameters()}
+
+
+def in_order(files: HeadFiles) -> HeadFiles:
+    """The content with a whole-vocabulary mapping resolved: no layout keeps one, so the readout's rows take its place."""
+    config = files.config
+    if config.draft_vocab_size < config.vocab_size or "lm_head.weight" not in files.tensors:
+        return files
+    target_ids_D, order_D = torch.sort(files.target_ids_D)
+    if torch.equal(target_ids_D, files.target_ids_D):
+        return files
+    readout_DH = files.tensors["lm_head.weight"][order_D]
+    return replace(files, tensors={**files.tensors, "lm_head.weight": readout_DH}, target_ids_D=target_ids_D)
 
 
 def mapping_tensors(files: HeadFiles) -> dict[str, Tensor]:

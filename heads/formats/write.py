@@ -10,10 +10,18 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from eyas.heads.config import load_target_config
+from eyas.heads.config import HeadConfig, load_target_config
 from eyas.heads.files import read_json, write_bytes, write_json
 from eyas.heads.formats import eagle_repo, speculators, vllm
-from eyas.heads.formats.files import CONFIG_FILE, WEIGHTS_FILE, Format, HeadFiles, mapping_tensors
+from eyas.heads.formats.files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    Format,
+    HeadFiles,
+    expected_shapes,
+    in_order,
+    mapping_tensors,
+)
 from eyas.heads.formats.read import read_files
 from eyas.heads.head import DraftHead
 
@@ -58,6 +66,7 @@ def write_files(directory: Path, files: HeadFiles, *, to: Format) -> None:
     Raises:
         ValueError: the layout cannot hold this head.
     """
+    files = in_order(files)
     if to != "eagle-repo":
         files = _without_zero_bias(files)
     values = _config_json(files, to=to)
@@ -69,7 +78,25 @@ def write_files(directory: Path, files: HeadFiles, *, to: Format) -> None:
     write_json(directory / CONFIG_FILE, values)
 
 
-def convert_head(source: Path, destination: Path, *, to: Format, target: str | None) -> HeadFiles:
+def require_expressible(config: HeadConfig, *, to: Format) -> None:
+    """Fail before anything is spent when layout `to` cannot hold a head of this configuration.
+
+    Raises:
+        ValueError: what the layout has no place for, and which has.
+    """
+    tensors = dict.fromkeys(expected_shapes(config), torch.empty(0))
+    files = HeadFiles(format=to, config=config, tensors=tensors, target_ids_D=torch.empty(0))
+    _require_readable(_config_json(files, to=to), files=files, to=to, path=Path(CONFIG_FILE))
+
+
+def working_layout(config: HeadConfig) -> Format:
+    """The layout that a head is kept in while it is trained: vLLM's, or the one that has a place for a bias in fc."""
+    return "eagle-repo" if config.fc_bias else "vllm"
+
+
+def convert_head(
+    source: Path, destination: Path, *, to: Format, target: str | None, trust_remote_code: bool = False
+) -> HeadFiles:
     """Write the head of `source` in layout `to`; every weight keeps its bits.
 
     Args:
@@ -87,9 +114,13 @@ def convert_head(source: Path, destination: Path, *, to: Format, target: str | N
     if target is not None:
         files = replace(files, verifier=target, verifier_architectures=_architectures(target))
         if _is_model(target) and to != "eagle-repo":
-            files = replace(files, config=files.config.for_target(load_target_config(Path(target))))
+            files = replace(files, config=files.config.for_target(_load(target, trust_remote_code)))
     write_files(destination, files, to=to)
     return replace(files, format=to)
+
+
+def _load(target: str, trust_remote_code: bool) -> Any:
+    return load_target_config(Path(target), trust_remote_code=trust_remote_code)
 
 
 def _require_readable(values: dict[str, Any], *, files: HeadFiles, to: Format, path: Path) -> None:
