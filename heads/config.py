@@ -170,7 +170,7 @@ def inherited_window(target_config: Any) -> int | None:
     """The window that vLLM 0.32 gives to every layer without one of its own, a head's included: the target's, when all of
     the target's layers slide. A target that mixes kinds of attention passes nothing on."""
     values = target_config.to_dict()
-    if "full_attention" in (values.get("layer_types") or ()):
+    if set(values.get("layer_types") or ()) - {"sliding_attention"}:
         return None
     return values.get("sliding_window") or None  # the engine takes 0 for none
 

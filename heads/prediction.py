@@ -14,9 +14,7 @@ import torch
 
 from eyas.heads.drafting import draft_from_slots, simulate_chains
 from eyas.heads.formats.read import read_head
-from eyas.heads.target import HiddenStateCapture, load_target_model, load_target_pieces
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from eyas.heads.target import DTYPES, HiddenStateCapture, load_target_model, load_target_pieces
 
 Predictor = Callable[[list[int], int], list[int]]
 

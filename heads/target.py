@@ -19,6 +19,9 @@ from torch import Tensor, nn
 
 from eyas.heads.files import read_json
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Types that a target is run in, by the names that recipes use."""
+
 
 @dataclass(frozen=True)
 class TargetPieces:

@@ -223,16 +223,14 @@ def export_stage(run: Run) -> Stage:
     train_dir, dtype, form = run.directory("train"), recipe.score.dtype, recipe.export.format
 
     def body(out_dir: Path) -> dict[str, Any]:
-        import torch
-
         from eyas.heads.formats.export import export_head
+        from eyas.heads.target import DTYPES
 
-        served = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[dtype]
         return export_head(
             out_dir,
             head_dir=train_dir / "head",
             target_dir=run.target_dir,
-            dtype=served,
+            dtype=DTYPES[dtype],
             to=form,
             verifier=_target_name(run),
             draft_tokens=recipe.score.draft_lengths[0],

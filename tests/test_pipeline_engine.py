@@ -82,7 +82,7 @@ def _eyas(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_one_command_trains_exports_serves_and_reports(finished: tuple[Path, str]) -> None:
     run, output = finished
-    assert "train: draft vocabulary of 128 tokens covers" in output
+    assert "train: draft vocabulary: 128 of 320 tokens, which cover" in output
     last_line = output.rstrip().splitlines()[-1]
     assert str(run / "score" / "report.html") in last_line
     results = read_json(run / "score" / "results.json")
@@ -142,11 +142,26 @@ def test_a_head_from_elsewhere_is_scored_without_training(
     result = _eyas("score", str(recipe), *overrides)
     assert result.returncode == 0, result.stderr[-4000:]
     assert not (tmp_path / "run" / "train").exists()
-    theirs, ours = (
-        read_json(directory / "score" / "results.json")["fidelity"]["parity"] for directory in (tmp_path / "run", run)
-    )
+    (scored,) = (tmp_path / "run").glob("score-*")
+    theirs, ours = (read_json(path / "results.json")["fidelity"]["parity"] for path in (scored, run / "score"))
     assert theirs["served"] == ours["served"]
     assert theirs["offline"] == ours["offline"]
+
+
+def test_an_eagle_head_goes_the_same_way(recipe: Path, tmp_path: Path) -> None:
+    """Trained with regression, noise and the HASS term, exported, served as method eagle, scored against plain decoding."""
+    overrides = [f"run_dir={tmp_path / 'run'}", "head.kind=eagle", "head.draft_vocab_size=auto"]
+    overrides += ["features.capture_layers=null", "train.feature_loss_weight=1.0", "train.feature_noise=length"]
+    overrides += ["train.top_k_loss_weight=0.5", "score.batch_sizes=[4]", "score.starts_per_arm=1"]
+    result = _eyas("run", str(recipe), *overrides)
+    assert result.returncode == 0, result.stderr[-4000:]
+    results = read_json(tmp_path / "run" / "score" / "results.json")
+    assert results["fidelity"]["lossless"]["identical"] == results["fidelity"]["lossless"]["requests"] == 4
+    parity = results["fidelity"]["parity"]
+    assert parity["offline"]["drafts"] == parity["served"]["drafts"]
+    assert parity["offline"]["marginal"] == pytest.approx(parity["served"]["marginal"], abs=0.02)
+    assert parity["served"]["tau_step_weighted"] > 1.1
+    assert '"method": "eagle"' in (tmp_path / "run" / "export" / "README.md").read_text()
 
 
 def test_a_missing_or_broken_head_is_refused_before_an_engine_starts(recipe: Path, tmp_path: Path) -> None:

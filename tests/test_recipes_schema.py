@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from eyas.recipes.load import shipped_recipes, valid_keys
-from eyas.recipes.schema import Data, Features, Head, Recipe, Score, Target, Train
+from eyas.recipes.load import load_recipe, shipped_recipes, valid_keys
+from eyas.recipes.schema import Data, Features, Head, Init, Recipe, Score, Target, Train
 
 MINIMAL: dict[str, Any] = {"name": "tiny", "target": {"model": "org/model"}, "data": {"conversations": "chats.jsonl"}}
 
@@ -18,6 +18,33 @@ def test_a_recipe_needs_only_name_target_and_data() -> None:
     recipe = Recipe.model_validate(MINIMAL)
     assert recipe.run_directory == Path("runs/tiny")
     assert recipe.train.learning_rate == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"head": {"vocabulary": "reuse"}}, "reuse needs a head"),
+        ({"head": {"kind": "eagle"}, "features": {"capture_layers": [1]}}, r"features\.capture_layers: an EAGLE head"),
+        ({"head": {"kind": "eagle"}, "init": {"lm_head": "random"}}, r"init\.lm_head: an EAGLE head"),
+        ({"head": {"kind": "eagle"}, "init": {"train_lm_head": True}}, r"init\.train_lm_head"),
+        ({"head": {"kind": "eagle"}, "init": {"layer": "target"}}, r"init\.layer"),
+        ({"train": {"feature_loss_weight": 1.0}}, r"train\.feature_loss_weight: belongs to EAGLE"),
+        ({"train": {"feature_noise": "length"}}, r"train\.feature_noise: belongs to EAGLE"),
+    ],
+)
+def test_settings_of_the_other_kind_of_head_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Recipe.model_validate(MINIMAL | values)
+
+
+def test_the_official_eagle_recipe_is_the_line_in_the_shipped_one() -> None:
+    shipped = shipped_recipes()["smollm2-135m-eagle-cpu"]
+    lines = shipped.read_text().partition("# Official recipe:")[2].splitlines()[:2]
+    overrides = [word for line in lines for word in line.split() if word.startswith("train.")]
+    train = load_recipe(shipped, overrides=overrides).train
+    assert (train.feature_loss_weight, train.token_loss_weight, train.top_k_loss_weight) == (1.0, 0.1, 0.0)
+    assert (train.ttt_steps, train.feature_noise, train.feature_noise_width) == (1, "length", 0.2)
+    assert (train.max_grad_value, train.max_grad_norm, train.betas) == (0.5, None, (0.9, 0.95))
 
 
 def test_run_dir_wins_over_the_name() -> None:
@@ -46,6 +73,14 @@ def test_recipes_are_frozen_and_closed() -> None:
         (Features, {"capture_layers": [3, 1]}, "ascending"),
         (Features, {"capture_layers": []}, "at least 1 item"),
         (Head, {"num_attention_heads": 9, "num_key_value_heads": 4}, "no multiple"),
+        (Head, {"draft_vocab_size": 1}, "too small"),
+        (Head, {"draft_vocab_size": "most"}, "auto"),
+        (Head, {"fc_bias": True}, "no bias in fc"),
+        (Head, {"kind": "eagle", "fc_norm": True}, "fc_norm: an EAGLE head has no such choice"),
+        (Head, {"kind": "eagle", "draft_vocab_size": 128}, "draft_vocab_size: an EAGLE head"),
+        (Head, {"kind": "eagle", "vocabulary": "reuse"}, "target's vocabulary"),
+        (Init, {"head": "a", "layer": "random"}, "nothing is initialised"),
+        (Train, {"token_loss_weight": 0}, "nothing would be learnt"),
         (Train, {"ttt_steps": 0}, "greater than or equal to 1"),
         (Train, {"betas": [0.9, 1.0]}, "less than 1"),
         (Train, {"learning_rate": float("nan")}, "finite"),

@@ -125,6 +125,11 @@ def test_both_forms_draft_and_accept_the_same(name: str, served: dict[str, dict[
     assert len(own["drafts"]) > 100
 
 
+def test_some_drafts_are_accepted(served: dict[str, dict[str, Any]]) -> None:
+    accepted = [sum(map(sum, case["accepted"])) for each in served.values() for case in each["results"]]
+    assert sum(accepted) > 10, "equal counts of nothing would say little"
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_we_draft_with_them_as_the_engine_does(name: str, served: dict[str, dict[str, Any]]) -> None:
     case, result = served[name]["cases"][0], served[name]["results"][0]

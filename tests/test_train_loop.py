@@ -18,6 +18,7 @@ from eyas.heads.files import read_json
 from eyas.heads.formats.check import check_head, errors
 from eyas.heads.initialise import HeadStart
 from eyas.train.loop import Trainer
+from eyas.train.noise import FeatureNoise
 from eyas.train.optim import learning_rate_at
 from eyas.train.tracking import METRICS_NAME, read_metrics
 from tests import training
@@ -111,6 +112,30 @@ def test_a_killed_run_resumes_from_its_last_checkpoint_to_the_same_bits(
     _assert_same_run(tmp_path, finished)
 
 
+def test_a_resumed_run_draws_the_noise_of_the_unbroken_one(
+    inputs: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {
+        "plan": training.plan(kind="eagle", draft_vocab_size="auto"),
+        "loop": training.shorter(training.LOOP, epochs=1, noise=FeatureNoise(kind="length", width=0.2)),
+    }
+    _train(tmp_path / "whole", inputs, **changes)
+    step = Trainer._step
+
+    def killed_at_six(self: Trainer, *arguments: object, **keywords: object) -> object:
+        if self.state.step == 6:
+            raise KeyboardInterrupt
+        return step(self, *arguments, **keywords)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", killed_at_six)
+        with pytest.raises(KeyboardInterrupt):
+            _train(tmp_path / "broken", inputs, **changes)
+    _train(tmp_path / "broken", inputs, **changes)
+    heads = [(tmp_path / run / "head" / "model.safetensors").read_bytes() for run in ("whole", "broken")]
+    assert heads[0] == heads[1]
+
+
 def _assert_same_run(ours: Path, reference: Path) -> None:
     assert _curve(ours) == _curve(reference)
     for name in ("head/model.safetensors", "heldout.json"):
@@ -130,13 +155,21 @@ def test_the_best_head_is_kept_not_the_last(finished: Path) -> None:
     assert [path.name for path in (finished / "heads").iterdir()] == [f"step-{state['best_step']:08d}"]
 
 
-def test_two_processes_train_one_head(inputs: tuple[Path, Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        "",
+        "kind='eagle', draft_vocab_size='auto'",
+        "draft_vocab_size='auto', num_layers=2, norm_output=True, start=HeadStart(train_lm_head=False)",
+    ],
+)
+def test_two_processes_train_one_head(changes: str, inputs: tuple[Path, Path, Path], tmp_path: Path) -> None:
     """accelerate with two CPU processes: one head, and each step is the mean over both batches."""
     script = tmp_path / "two.py"
     script.write_text(
-        "import sys\nfrom pathlib import Path\nfrom tests import training\n"
-        "training.train(Path(sys.argv[1]), target=Path(sys.argv[2]), tokens=Path(sys.argv[3]), "
-        "features=Path(sys.argv[4]), loop=training.shorter(training.LOOP, epochs=2))\n"
+        "import sys\nfrom pathlib import Path\nfrom eyas.heads.initialise import HeadStart\nfrom tests import training\n"
+        "training.train(Path(sys.argv[1]), target=Path(sys.argv[2]), tokens=Path(sys.argv[3]), features=Path(sys.argv[4]), "
+        f"loop=training.shorter(training.LOOP, epochs=2), plan=training.plan({changes}))\n"
     )
     run = tmp_path / "run"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
@@ -157,7 +190,8 @@ def test_two_processes_train_one_head(inputs: tuple[Path, Path, Path], tmp_path:
     assert curve[-1]["kl_1"] < curve[0]["kl_1"]
     # Together the first step sees the first two batches of the order, which one process with both would see too.
     single = tmp_path / "single"
-    _train(single, inputs, loop=training.shorter(training.LOOP, epochs=1, batch_tokens=240))
+    plan = eval(f"training.plan({changes})", {"training": training, "HeadStart": HeadStart})
+    _train(single, inputs, plan=plan, loop=training.shorter(training.LOOP, epochs=1, batch_tokens=240))
     assert curve[0]["kl_1"] == pytest.approx(_curve(single)[0]["kl_1"], rel=0.2)
     assert errors(check_head(run / "head", target_dir=inputs[0])) == []
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor
 
@@ -62,11 +62,11 @@ def run_training(
     """Train a head and write the best one, by held-out tau, to `out_dir/head`.
 
     Args:
-        plan: what head it is and what it starts from. precision: of matrix products; weights stay float32.
+        precision: of matrix products; weights and optimiser state stay float32.
         evaluate_conversations: held-out conversations of the evaluations while training; the final figure uses all.
 
     Returns:
-        Steps, the best step, final held-out tau and marginals over all held-out conversations, coverage.
+        Steps, the best step, and what heldout.json holds.
 
     Raises:
         ValueError: store, target, head and launch do not fit together.
@@ -102,15 +102,7 @@ def run_training(
     ).train()
     counts: dict[str, Any] = {"steps": state.step, "best_step": state.best_step}
     if main:
-        counts |= _finish(
-            out_dir,
-            state=state,
-            heldout=heldout,
-            pieces=pieces,
-            target_config=target_config,
-            loop=loop,
-            device=accelerator.device,
-        )
+        counts |= _finish(out_dir, state=state, heldout=heldout, pieces=pieces, target_config=target_config, loop=loop)
     accelerator.wait_for_everyone()
     return counts
 
@@ -144,12 +136,12 @@ def _finish(
     pieces: TargetPieces,
     target_config: Any,
     loop: LoopSettings,
-    device: torch.device,
 ) -> dict[str, Any]:
     """Keep the best head as `head/` and measure it in float32 on every held-out conversation."""
     final = out_dir / HEAD_DIRECTORY
     shutil.rmtree(final, ignore_errors=True)
     shutil.copytree(head_directory(out_dir, state.best_step), final)
+    device = PartialState().device
     head = read_head(final, target_config=target_config).to(device)
     readout_DH: Tensor = pieces.readout_VH.to(device)[head.draft_to_target_D].float()
     statistics = heldout_statistics(

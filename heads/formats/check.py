@@ -63,7 +63,7 @@ def inspect_head(directory: Path) -> tuple[list[Finding], HeadFiles | None]:
         config = _head_config(values, layout=layout, tensor_names=set(stored), path=path)
     except ValueError as error:
         return [_unreadable(str(error))], None
-    tensors = _canonical(stored, layout=layout)
+    tensors = _canonical(stored)
     if len(tensors) < len(stored):
         findings.append(_unreadable(f"{directory}: holds the first layer under both midlayer. and layers.0."))
     findings += tensor_findings(tensors, config, directory=directory)
@@ -100,9 +100,8 @@ def _head_config(values: dict[str, Any], *, layout: Format, tensor_names: set[st
         raise ValueError(message if message.startswith(str(path)) else f"{path}: {message}") from error
 
 
-def _canonical(stored: dict[str, Tensor], *, layout: Format) -> dict[str, Tensor]:
-    if layout == "speculators":
-        return dict(stored)
+def _canonical(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By the module's names; the engine knows the raw layout's name of the first layer in every layout."""
     return {vllm.canonical_name(name): tensor for name, tensor in stored.items()}
 
 

@@ -16,13 +16,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eyas.heads.config import default_capture_layers, load_target_config
-from eyas.heads.target import HiddenStateCapture, load_target_model
+from eyas.heads.target import DTYPES, HiddenStateCapture, load_target_model
 from eyas.heads.target_source import target_fingerprint
 from eyas.train.data.prepare import SPLITS
 from eyas.train.features.store import StoreIdentity, shard_path, write_index, write_shard
 
 SHARD_BYTES = 1 << 28
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 Capture = Callable[[Tensor], tuple[Tensor, Tensor]]
 
