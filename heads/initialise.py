@@ -44,7 +44,7 @@ class HeadStart:
 
     lm_head: Literal["target", "random"] = "target"
     train_lm_head: bool = True
-    final_norm: Literal["target", "ones"] = "target"
+    final_norm: Literal["target", "ones"] = "ones"
     layer: Literal["target", "random"] | None = None
 
     def copies_layer(self, config: HeadConfig) -> bool:

@@ -195,7 +195,7 @@ class Recipe(Section):
                 "features.capture_layers": self.features.capture_layers is not None,
                 "init.lm_head": self.init.lm_head != "target",
                 "init.train_lm_head": self.init.train_lm_head is True,
-                "init.final_norm": self.init.final_norm != "target",
+                "init.final_norm": self.init.final_norm != "ones",
                 "init.layer": self.init.layer == "target",
             }
             for key, used in eagle3_only.items():

@@ -87,7 +87,7 @@ class Init(Section):
         default=None,
         description="EAGLE-3: false keeps lm_head frozen; null = trained (EAGLE reads out with the target's)",
     )
-    final_norm: Literal["target", "ones"] = Field(default="target", description="EAGLE-3: norm before lm_head")
+    final_norm: Literal["target", "ones"] = Field(default="ones", description="EAGLE-3: norm before lm_head")
     layer: Literal["target", "random"] | None = Field(
         default=None,
         description="draft layers from the target's last ones; null = target for EAGLE-3, random for EAGLE",
@@ -96,7 +96,7 @@ class Init(Section):
     @model_validator(mode="after")
     def _check_head(self) -> Self:
         if self.head is not None:
-            parts = {"lm_head": "target", "final_norm": "target", "layer": None}
+            parts = {"lm_head": "target", "final_norm": "ones", "layer": None}
             for name, default in parts.items():
                 if getattr(self, name) != default:
                     raise ValueError(f"{name}: nothing is initialised when init.head is given; remove one of the two")

@@ -36,7 +36,7 @@ def test_a_head_initialised_from_the_target_is_its_last_layer_run_early(tiny_tar
         pieces=pieces,
         target_dir=tiny_target,
         num_target_layers=config.num_hidden_layers,
-        start=HeadStart(),
+        start=HeadStart(final_norm="target"),
         seed=0,
     )
     assert isinstance(head, Eagle3Head)

@@ -187,7 +187,7 @@ def test_two_processes_train_one_head(changes: str, inputs: tuple[Path, Path, Pa
     )
     assert result.returncode == 0, result.stderr[-3000:]
     curve = [record for record in _curve(run) if "kl_1" in record]
-    assert curve[-1]["kl_1"] < curve[0]["kl_1"]
+    assert min(record["kl_1"] for record in curve) < 0.97 * curve[0]["kl_1"]
     # Together the first step sees the first two batches of the order, which one process with both would see too.
     single = tmp_path / "single"
     plan = eval(f"training.plan({changes})", {"training": training, "HeadStart": HeadStart})

@@ -188,13 +188,15 @@ def test_each_part_starts_where_it_is_told(part: str, inputs: tuple[Path, Path, 
         return made
 
     standard = head(HeadStart())
-    other = head(HeadStart(**{part: "ones" if part == "final_norm" else "random"}))
+    other = head(HeadStart(**{part: "target" if part == "final_norm" else "random"}))
     places = {"lm_head": "lm_head.", "final_norm": "norm.", "layer": ("layers.", "fc.")}
     for (name, ours), (_, theirs) in zip(standard.named_parameters(), other.named_parameters(), strict=True):
         if not name.startswith(places[part]):
             assert torch.equal(ours, theirs), name
     assert torch.equal(standard.lm_head.weight, pieces.readout_VH[:128].float())
-    assert torch.equal(standard.norm.weight, pieces.final_norm_H.float())
+    assert torch.equal(standard.norm.weight, torch.ones(config.hidden_size))
+    if part == "final_norm":
+        assert torch.equal(other.norm.weight, pieces.final_norm_H.float())
     assert not torch.equal(
         dict(standard.named_parameters())[_named(part)], dict(other.named_parameters())[_named(part)]
     )

@@ -103,7 +103,7 @@ def run_training(
     counts: dict[str, Any] = {"steps": state.step, "best_step": state.best_step}
     if main:
         counts |= _finish(out_dir, state=state, heldout=heldout, pieces=pieces, target_config=target_config, loop=loop)
-    accelerator.wait_for_everyone()
+    _end(accelerator)
     return counts
 
 
@@ -115,6 +115,12 @@ def _accelerator(precision: Literal["bf16", "no"], *, threads: int | None) -> Ac
     accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[quiet])
     check_launch(accelerator.num_processes)
     return accelerator
+
+
+def _end(accelerator: Accelerator) -> None:
+    """Leave together: a process that ends while another still talks to it takes both down."""
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
 
 
 def _objective(head: DraftHead, *, pieces: TargetPieces, losses: Losses, precision: str) -> HeadObjective:
@@ -141,7 +147,7 @@ def _finish(
     final = out_dir / HEAD_DIRECTORY
     shutil.rmtree(final, ignore_errors=True)
     shutil.copytree(head_directory(out_dir, state.best_step), final)
-    device = PartialState().device
+    device = PartialState().device or torch.device("cpu")
     head = read_head(final, target_config=target_config).to(device)
     readout_DH: Tensor = pieces.readout_VH.to(device)[head.draft_to_target_D].float()
     statistics = heldout_statistics(
