@@ -28,12 +28,12 @@ def run_until(recipe: Recipe, *, last: str, say: Say) -> Run:
         return _train_in_processes(recipe, last=last, say=say)
     _require_conversations(recipe)
     run = open_run(recipe)  # before the lock, so that a target that does not exist leaves no run directory
+    _require_head_possible(run, last=last)
     with run_lock(run.run_dir):
         write_text(run.run_dir / "recipe.yaml", dump_recipe(recipe))
         write_json(
             run.run_dir / "target.json", {"directory": str(run.target_dir), "fingerprint": run.target_fingerprint}
         )
-        _require_head_possible(run, last=last)
         for name in stage_names(recipe, last=last):
             _run_one(STAGES[name](run), run_dir=run.run_dir, say=say)
     return run

@@ -282,7 +282,7 @@ def _card(run: Run) -> str:
     heldout = read_json(train_dir / "heldout.json")
     return model_card(
         name=recipe.name,
-        base_model=_target_name(run),
+        base_model=recipe.target.model if ":" in recipe.target.model else _target_name(run),
         revision=recipe.target.revision,
         config=read_files(train_dir / "head").config,
         data_fingerprint=read_manifest(run.directory("prepare"))["inputs"]["conversations"],

@@ -121,13 +121,14 @@ def test_the_report_is_recomputed_from_raw_records(finished: tuple[Path, str]) -
     assert (run / "score" / "report.html").is_file()
 
 
-def test_the_export_carries_its_model_card(finished: tuple[Path, str]) -> None:
+def test_the_export_carries_its_model_card(finished: tuple[Path, str], recipe: Path) -> None:
     run, _ = finished
     card = (run / "export" / "README.md").read_text()
     tau = read_json(run / "train" / "heldout.json")["heldout_tau"]
     assert f"{tau:.3f}" in card
     assert read_json(run / "prepare" / "manifest.json")["inputs"]["conversations"] in card
     assert "--speculative-config" in card
+    assert f"| base model | `{recipe.parent / 'target'}` |" in card
 
 
 def test_a_head_from_elsewhere_is_scored_without_training(

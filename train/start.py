@@ -181,13 +181,20 @@ def require_possible(
         head = read_head(plan.init_head, target_config=target)
         _require_same_shape(head.config, plan, layers=layers, target=target)
         kept = replace(head.config, fc_bias=plan.fc_bias and head.config.fc_bias)
-        require_expressible(kept, to=layout)
+        _require_layout(kept, layout)
         return
     size = plan.draft_vocab_size if isinstance(plan.draft_vocab_size, int) else target.vocab_size
     config = planned_config(plan, target=target, capture_layers=layers, draft_vocab_size=size)
     require_start(config, target_dir=target_dir, num_target_layers=target.num_hidden_layers, start=plan.start)
     require_expressible(config, to=working_layout(config))
-    require_expressible(config, to=layout)
+    _require_layout(config, layout)
+
+
+def _require_layout(config: HeadConfig, layout: Format) -> None:
+    try:
+        require_expressible(config, to=layout)
+    except ValueError as error:
+        raise ValueError(f"export.format={layout}: {error}") from error
 
 
 def _require_same_shape(head: HeadConfig, plan: HeadPlan, *, layers: tuple[int, ...], target: Any) -> None:
