@@ -12,7 +12,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from eyas.heads.config import HeadConfig
@@ -87,8 +86,3 @@ def later_input(layer: nn.Module, *, hidden_TH: Tensor) -> tuple[Tensor, Tensor]
     """Input and residual of every layer but the first."""
     assert isinstance(layer, DraftLayer)
     return layer.input_layernorm(hidden_TH), hidden_TH
-
-
-def identity_mapping(vocab_size: int) -> Tensor:
-    """Draft ids of a head that can propose the target's whole vocabulary, [V]."""
-    return torch.arange(vocab_size)

@@ -36,6 +36,12 @@ def captured_layers(run: Run) -> tuple[int, ...] | None:
     return recipe.features.capture_layers
 
 
+def _head_layers(run: Run, *, num_target_layers: int) -> tuple[int, ...]:
+    """Layers that the head reads, with the default filled in."""
+    layers = captured_layers(run)
+    return default_capture_layers(num_target_layers) if layers is None else layers
+
+
 def init_directory(recipe: Recipe) -> Path:
     """Directory of the head that training goes on from."""
     assert recipe.init.head is not None
@@ -148,8 +154,7 @@ def head_parameters(run: Run) -> tuple[int, int]:
         config = read_files(plan.init_head).config.for_target(target)
     else:
         size = plan.draft_vocab_size if isinstance(plan.draft_vocab_size, int) else target.vocab_size
-        layers = captured_layers(run)
-        layers = default_capture_layers(target.num_hidden_layers) if layers is None else layers
+        layers = _head_layers(run, num_target_layers=target.num_hidden_layers)
         config = planned_config(plan, target=target, capture_layers=layers, draft_vocab_size=size)
     sizes = {name: prod(shape) for name, shape in expected_shapes(config).items()}
     readout = sizes.get("lm_head.weight", 0)
@@ -167,14 +172,11 @@ def require_head_possible(run: Run) -> None:
 
     recipe = run.recipe
     trusted = recipe.target.trust_remote_code
-    layers = captured_layers(run)
-    if layers is None:
-        target = load_target_config(run.target_dir, trust_remote_code=trusted)
-        layers = default_capture_layers(target.num_hidden_layers)
+    target = load_target_config(run.target_dir, trust_remote_code=trusted)
     require_possible(
         head_plan(recipe),
         target_dir=run.target_dir,
-        capture_layers=layers,
+        capture_layers=_head_layers(run, num_target_layers=target.num_hidden_layers),
         trust_remote_code=trusted,
         layout=recipe.export.format,
     )

@@ -15,7 +15,7 @@ from eyas.heads.config import HeadConfig, Kind, LayerStyle, head_config_for_targ
 from eyas.heads.formats.files import Format
 from eyas.heads.formats.read import read_head
 from eyas.heads.formats.write import require_expressible, working_layout
-from eyas.heads.head import DraftHead, identity_mapping
+from eyas.heads.head import DraftHead
 from eyas.heads.initialise import HeadStart, freeze, new_head, require_start
 from eyas.heads.target import TargetPieces
 from eyas.heads.vocab import choose_draft_vocabulary, coverage, size_for_coverage
@@ -104,10 +104,9 @@ def start_head(
             share=plan.draft_coverage,
             always=stop_token_ids,
         )
-    whole = size == target.vocab_size
     head = new_head(
         planned_config(plan, target=target, capture_layers=layers, draft_vocab_size=size),
-        draft_to_target_D=identity_mapping(size) if whole else vocabulary(size),
+        draft_to_target_D=vocabulary(size),
         pieces=pieces,
         target_dir=target_dir,
         num_target_layers=target.num_hidden_layers,

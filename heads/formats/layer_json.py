@@ -130,6 +130,18 @@ def layer_json(config: HeadConfig) -> dict[str, Any]:
     return values
 
 
+def variant_json(config: HeadConfig) -> dict[str, Any]:
+    """What an EAGLE-3 head says about itself beside its layers, in the layouts that have a place for it."""
+    return {
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+    }
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """`torch.bfloat16` as config files spell it."""
     return str(dtype).removeprefix("torch.")

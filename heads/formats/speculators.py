@@ -23,6 +23,7 @@ from eyas.heads.formats.layer_json import (
     layer_ids,
     layer_json,
     parse_layer,
+    variant_json,
     whole_numbers,
 )
 
@@ -114,12 +115,7 @@ def config_json(files: HeadFiles, *, dtype: torch.dtype) -> dict[str, Any]:
             "verifier": {"name_or_path": files.verifier, "architectures": list(files.verifier_architectures)},
         },
         "dtype": dtype_name(dtype),
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": config.norm_before_fc,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
+        **variant_json(config),
         "tie_word_embeddings": False,
         "transformer_layer_config": layer,
     }

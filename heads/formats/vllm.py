@@ -15,7 +15,15 @@ from typing import Any
 import torch
 
 from eyas.heads.config import DEFAULT_CAPTURED, HeadConfig, LayerStyle
-from eyas.heads.formats.layer_json import dtype_name, layer_fields, layer_ids, layer_json, parse_layer, whole_numbers
+from eyas.heads.formats.layer_json import (
+    dtype_name,
+    layer_fields,
+    layer_ids,
+    layer_json,
+    parse_layer,
+    variant_json,
+    whole_numbers,
+)
 
 EAGLE_ARCHITECTURES = ("EagleLlamaForCausalLM",)
 EAGLE3_ARCHITECTURES: dict[str, LayerStyle] = {
@@ -124,12 +132,7 @@ def config_json(config: HeadConfig, *, dtype: torch.dtype) -> dict[str, Any]:
         "architectures": [WRITTEN[config.layer]],
         "dtype": dtype_name(dtype),
         **layer_json(config),
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": config.norm_before_fc,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
+        **variant_json(config),
         "num_aux_hidden_states": config.num_captured,
     }
     if config.capture_layers is not None:
