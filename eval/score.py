@@ -6,6 +6,7 @@ fidelity.json, and the report: results.json, report.md, report.html.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ def score(
     *,
     target_dir: Path,
     trust_remote_code: bool,
+    template_options: Mapping[str, Any],
     head_dir: Path,
     method: str,
     draft_lengths: list[int],
@@ -56,14 +58,13 @@ def score(
 ) -> dict[str, int]:
     """Measure the head in `head_dir` against plain decoding of `target_dir`; returns counts.
 
-    Complete starts in `out_dir` are kept, so a killed run continues. `predict` computes acceptance offline along a
-    served answer (`fidelity.Predict`); `context` says what is measured and is stored as it is.
+    Complete starts in `out_dir` are kept. `predict` computes acceptance offline; `context` is stored as it is.
 
     Raises:
         ValueError: vLLM or a data package is missing, the prompts do not suffice, or all starts of one side failed.
     """
     require_vllm()
-    chat = TargetChat(target_dir, trust_remote_code=trust_remote_code)
+    chat = TargetChat(target_dir, trust_remote_code=trust_remote_code, template_options=template_options)
     wanted = {size: max(min_requests, requests_per_batch_slot * size) for size in batch_sizes}
     prompts = load_prompts(
         chat,
@@ -86,9 +87,9 @@ def score(
     arms = plan_arms(head_dir, method=method, draft_lengths=draft_lengths)
     order = order_of_starts(arms, starts_per_arm=starts_per_arm)
     launcher = Launcher(engine_environment(threads=threads, kv_cache_gib=kv_cache_gib), timeout_s)
-    protocol = describe_protocol(plan, order, prompts, wanted=[*wanted.values(), humaneval_requests])
     limits = {"threads": threads, "kv_cache_gib": kv_cache_gib, "timeout_s": timeout_s}
-    write_json(out_dir / "protocol.json", protocol | limits)
+    asked = [*wanted.values(), humaneval_requests]
+    write_json(out_dir / "protocol.json", limits | describe_protocol(plan, order, prompts, wanted=asked))
     write_json(out_dir / "context.json", context)
     finished = run_grid(out_dir / "starts", plan=plan, order=order, launcher=launcher)
     fidelity = Fidelity(out_dir / "fidelity", max(arms, key=lambda arm: arm.draft_length), launcher, predict)
@@ -142,7 +143,7 @@ def load_prompts(
     if len(heldout.requests) < 2:
         raise ValueError(
             "scoring needs at least 2 held-out prompts, one of them for warm-up; "
-            "raise data.generation.heldout_prompts or give more held-out conversations"
+            "raise data.heldout_share or give more held-out conversations"
         )
     humaneval = Workload("humaneval", [], 0, 0)
     if humaneval_requests:

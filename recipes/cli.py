@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from eyas.recipes import head_commands
+from eyas.recipes import data_commands, head_commands
+from eyas.recipes.arguments import OverridesArgument, RecipeArgument, complete_recipe
 
 if TYPE_CHECKING:
     from eyas.recipes.schema import Recipe
@@ -54,20 +55,6 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(no_args_is_help=True, help="The recipes that come with eyas.")
 app.add_typer(recipes_app, name="recipes")
-
-
-def _complete_recipe(incomplete: str) -> list[str]:
-    from eyas.recipes.load import shipped_recipes
-
-    return [name for name in shipped_recipes() if name.startswith(incomplete)]
-
-
-RecipeArgument = Annotated[
-    str, typer.Argument(help="Recipe file, or name of a shipped recipe.", autocompletion=_complete_recipe)
-]
-OverridesArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="SECTION.FIELD=VALUE", help="Values to use instead of the recipe's.")
-]
 
 
 def _show_version(wanted: bool) -> None:
@@ -132,7 +119,7 @@ def score(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
 def report(
     source: Annotated[
         str,
-        typer.Argument(help="Score directory, run directory, or recipe.", autocompletion=_complete_recipe),
+        typer.Argument(help="Score directory, run directory, or recipe.", autocompletion=complete_recipe),
     ],
 ) -> None:
     """Make the report again from the raw records, without an engine."""
@@ -146,18 +133,8 @@ def report(
     _show_results(results, score_dir=score_dir)
 
 
-@app.command()
-def plan(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
-    """Show the resolved recipe and what it will take, and do nothing."""
-    from eyas.recipes.load import dump_recipe
-    from eyas.recipes.plan import plan_lines
-
-    resolved = _load(recipe, overrides)
-    lines = plan_lines(resolved)
-    typer.echo(dump_recipe(resolved))
-    typer.echo("\n".join(lines))
-
-
+app.command()(data_commands.plan)
+app.command()(data_commands.presets)
 app.command()(head_commands.check)
 app.command()(head_commands.convert)
 
@@ -211,6 +188,21 @@ def recipes_cp(
         raise ValueError(f"{goal} exists; name another file or remove it")
     write_bytes(goal, source.read_bytes())
     typer.echo(str(goal))
+
+
+@recipes_app.command("keys")
+def recipes_keys(
+    section: Annotated[str | None, typer.Argument(help="Only keys that begin with this, such as data.")] = None,
+) -> None:
+    """List every setting of a recipe with its default and its meaning."""
+    from eyas.recipes.keys import describe_keys
+
+    lines = [
+        line for key, line in describe_keys() if section is None or key == section or key.startswith(f"{section}.")
+    ]
+    if not lines:
+        raise ValueError(f"no setting begins with {section!r}; `eyas recipes keys` lists all of them")
+    typer.echo("\n".join(lines))
 
 
 @recipes_app.command("validate")

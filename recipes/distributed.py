@@ -40,10 +40,11 @@ def train_in_processes(recipe: Recipe, *, say: Callable[[str], None]) -> None:
     check_launch(processes.num_processes)
     with processes.local_main_process_first():  # a package target is unpacked once a node
         run = open_run(recipe)
-    for name in stage_names(recipe, last="extract"):
+    last = "prepare" if recipe.features.mode == "online" else "extract"
+    for name in stage_names(recipe, last=last):
         if stage_status(STAGES[name](run), run_dir=run.run_dir) != "complete":
             raise ValueError(
-                f"the {name} stage of {run.run_dir} is missing or stale; run `eyas extract` with the same recipe in one "
+                f"the {name} stage of {run.run_dir} is missing or stale; run `eyas {last}` with the same recipe in one "
                 "process first, then launch the training"
             )
     stage = STAGES["train"](run)

@@ -1,68 +1,51 @@
-"""What a run will take, by arithmetic, before anything is spent: tokens, disk of the features, memory of training.
+"""What a run will take, by arithmetic, before anything is spent: bytes on disk, memory per device, FLOPs and hours.
 
-Times are left out on purpose: they depend on the machine, and no formula here was measured on the reader's.
+Every formula is a function of counts. FLOPs count a multiply-add as two; a backward pass costs twice its forward.
+Hours are FLOPs over the peak of the hardware times an assumed share, which is printed beside them.
 """
 
 from __future__ import annotations
 
-import gzip
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from eyas.heads.files import read_json
+from eyas.recipes.hardware import Hardware
+from eyas.recipes.target_size import TargetSize
 
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 TRAINED_BYTES = 16
 """Bytes per trained parameter: fp32 weight, gradient and AdamW's two moments."""
 
-CHARACTERS_PER_TOKEN = 4
+EXTRACT_SHARE = 0.5
+TRAIN_SHARE = 0.25
+GENERATE_SHARE = 0.5
+"""Shares of the hardware's peak (of its bandwidth, for decoding) that the hours assume."""
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+HOUR = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetShape:
-    """The sizes of a target that an estimate needs, from its config.json."""
+class Tokens:
+    """Tokens of all conversations, and those of them that the target wrote."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
+    total: int
+    answers: int
 
-
-def read_target_shape(target_dir: Path) -> TargetShape:
-    """Shape of the text model described by `target_dir/config.json`.
-
-    Raises:
-        ValueError: the file is missing or lacks one of the sizes.
-    """
-    config: dict[str, Any] = read_json(target_dir / "config.json")
-    config = config.get("text_config", config)
-    try:
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        return TargetShape(
-            hidden_size=hidden,
-            intermediate_size=config["intermediate_size"],
-            num_attention_heads=heads,
-            num_key_value_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
-            vocab_size=config["vocab_size"],
-        )
-    except KeyError as error:
-        raise ValueError(
-            f"{target_dir}/config.json has no {error.args[0]}; is it the config of a decoder-only language model?"
-        ) from error
+    @property
+    def answer_share(self) -> float:
+        return self.answers / self.total if self.total else 0.0
 
 
-def feature_bytes(tokens: int, *, hidden_size: int, captured: int, dtype: str) -> int:
-    """Disk of a feature store: every captured layer and the last hidden state of every token."""
-    return tokens * (captured + 1) * hidden_size * DTYPE_BYTES[dtype]
+@dataclass(frozen=True, kw_only=True)
+class HeadSize:
+    """Parameters of a head by what pays for them: `slots` every token, `rows` every trained row, `readout` its lm_head."""
 
+    slots: int
+    rows: int
+    readout: int
 
-def training_bytes(parameters: int, *, target: TargetShape) -> int:
-    """Memory of training without activations: trained state, and the target's embedding and lm_head in fp32."""
-    return parameters * TRAINED_BYTES + 2 * target.vocab_size * target.hidden_size * 4
+    @property
+    def total(self) -> int:
+        return self.slots + self.rows + self.readout
 
 
 def checkpoint_bytes(parameters: int) -> int:
@@ -70,14 +53,72 @@ def checkpoint_bytes(parameters: int) -> int:
     return parameters * (2 * 12 + 4)
 
 
-def weight_bytes(target_dir: Path) -> int:
-    """Size of the target's weight files."""
-    return sum(path.stat().st_size for path in target_dir.glob("*.safetensors"))
+def extraction_flops(tokens: Tokens, *, target: TargetSize, mean_length: float) -> float:
+    """FLOPs of one forward pass over all tokens, without the lm_head."""
+    products = 2.0 * target.active_parameters
+    # A token attends to half of its conversation on average: scores and weighted values.
+    attention = 4.0 * target.num_layers * target.num_heads * target.head_dim * mean_length / 2
+    return tokens.total * (products + attention)
 
 
-def rough_tokens(conversations: Path) -> int:
-    """Tokens of a conversation file, guessed from its characters (JSON keys included, so rather too many)."""
-    open_binary = gzip.open if conversations.suffix == ".gz" else open
-    with open_binary(conversations, "rb") as stream:
-        characters = sum(len(chunk) for chunk in iter(lambda: stream.read(1 << 20), b""))
-    return characters // CHARACTERS_PER_TOKEN
+def teacher_flops(tokens: Tokens, *, target: TargetSize) -> float:
+    """FLOPs of the full lm_head at every answer position, which a top-k teacher needs once."""
+    return 2.0 * tokens.answers * target.vocab_size * target.hidden_size
+
+
+def training_flops(
+    tokens: Tokens, *, head: HeadSize, target: TargetSize, draft_vocab: int, epochs: int, mean_steps: float
+) -> float:
+    """FLOPs of training with trained-slot gathering: prompts pay for keys and values only."""
+    readout = draft_vocab * target.hidden_size
+    per_token = 6.0 * head.slots
+    per_answer = mean_steps * 6.0 * (head.rows + readout) + 2.0 * readout  # and the teacher's distribution once
+    return epochs * (tokens.total * per_token + tokens.answers * per_answer)
+
+
+def generation_seconds(answers: int, *, target: TargetSize, hardware: Hardware, devices: int, batch_size: int) -> float:
+    """Seconds of decoding: a step reads all weights once for its batch, or computes, whichever takes longer."""
+    read = target.weight_bytes / (hardware.bandwidth * GENERATE_SHARE)
+    compute = batch_size * 2.0 * target.active_parameters / (hardware.flops * GENERATE_SHARE)
+    return answers / batch_size * max(read, compute) / devices
+
+
+def extraction_memory(
+    target: TargetSize, *, captured: int, batch_tokens: int, dtype: str, devices: int, spread: bool
+) -> float:
+    """Bytes per device: weights, the states kept of a batch, and about a dozen working copies of its hidden states."""
+    weights = target.weight_bytes / (devices if spread else 1)
+    return weights + batch_tokens * target.hidden_size * DTYPE_BYTES[dtype] * (captured + 1 + 12)
+
+
+def vllm_memory(
+    target: TargetSize, *, captured: int, dtype: str, max_length: int, batch_size: int, devices: int
+) -> float:
+    """Bytes per device that vLLM needs at least: weights, and a KV cache and states for `batch_size` conversations."""
+    size = DTYPE_BYTES[dtype]
+    cached = 2 * target.num_layers * target.num_kv_heads * target.head_dim * size
+    states = (captured + 1) * target.hidden_size * size
+    return target.weight_bytes / devices + batch_size * max_length * (cached / devices + states)
+
+
+def training_memory(
+    parameters: int,
+    *,
+    target: TargetSize,
+    captured: int,
+    batch_tokens: int,
+    answer_share: float,
+    steps: int,
+    draft_vocab: int,
+) -> float:
+    """Bytes per device: trained state, the target's embedding and lm_head, and roughly the activations of a batch."""
+    state = parameters * TRAINED_BYTES + 2 * target.vocab_size * target.hidden_size * 4
+    rows = batch_tokens * answer_share * steps
+    activations = 4 * target.hidden_size * (batch_tokens * (captured + 4) + rows * 24)
+    chunk = 4 * 512 * draft_vocab * 4
+    return state + activations + chunk
+
+
+def hours(flops: float, *, hardware: Hardware, devices: int, share: float) -> float:
+    """Hours of `flops` at `share` of the peak of `devices` devices."""
+    return flops / (hardware.flops * share * devices) / HOUR

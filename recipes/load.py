@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import difflib
 import importlib.resources
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from eyas.recipes.keys import listed_keys, valid_keys
 from eyas.recipes.schema import Recipe
-from eyas.recipes.section import Section
 
 BUILTIN_SCHEME = "builtin:"
 
@@ -70,7 +71,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def shipped_recipes() -> dict[str, Path]:
     """Recipes that come with the package: name without `.yaml` -> path."""
-    folder = _package_folder()
+    folder = package_folder()
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
@@ -103,7 +104,7 @@ def resolve_builtin(reference: str) -> Path:
     if not reference.startswith(BUILTIN_SCHEME):
         return Path(reference).expanduser()
     name = reference.removeprefix(BUILTIN_SCHEME)
-    folder = _package_folder() / "data"
+    folder = package_folder() / "data"
     names = sorted(path.name for path in folder.glob("*") if path.is_file())
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
@@ -112,20 +113,7 @@ def resolve_builtin(reference: str) -> Path:
     return folder / name
 
 
-def valid_keys() -> list[str]:
-    """Dotted path of every field of a recipe, sections themselves excluded."""
-    return list(_leaf_keys(Recipe, prefix=""))
-
-
-def _leaf_keys(model: type[Section], *, prefix: str) -> Iterable[str]:
-    for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from _leaf_keys(field.annotation, prefix=f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
-def _package_folder() -> Path:
+def package_folder() -> Path:
     """Folder of this package's files; packages are installed unzipped wherever torch and vLLM are."""
     return Path(str(importlib.resources.files("eyas.recipes")))
 
@@ -175,6 +163,12 @@ def _apply_override(values: dict[str, Any], *, override: str) -> None:
     values[field] = _read_yaml(text, origin=key)
 
 
+def _entry(path: str) -> str:
+    """Number of the list entry that a dotted path goes through; 0 without one."""
+    numbers = re.findall(r"\.(\d+)\.", path)
+    return numbers[0] if numbers else "0"
+
+
 def _innermost(details: list[ErrorDetails]) -> list[ErrorDetails]:
     """Without errors of a list that only follow from errors of its entries (too short, once a bad entry is dropped)."""
     places = [detail["loc"] for detail in details]
@@ -190,7 +184,9 @@ def _describe(detail: ErrorDetails) -> str:
     path = ".".join(str(part) for part in detail["loc"])
     kind, message = detail["type"], detail["msg"]
     if kind == "extra_forbidden":
-        return f"{path}: unknown key{_hint(path, valid=valid_keys())}"
+        valid = [*valid_keys(), *listed_keys()]
+        hint = _hint(re.sub(r"\.\d+\.", ".0.", path), valid=valid)
+        return f"{path}: unknown key{hint.replace('.0.', f'.{_entry(path)}.')}"
     if kind == "missing":
         needed_by = "the list is too short" if isinstance(detail["loc"][-1], int) else "every recipe needs it"
         return f"{path}: missing; {needed_by}"
@@ -214,8 +210,14 @@ def _hint(key: str, *, valid: list[str]) -> str:
         return f"; did you mean {abbreviated[0]}?"
     sections = {name.partition(".")[0]: name.partition(".")[0] for name in valid if "." in name and not section}
     fields = {name.rpartition(".")[2]: name for name in reversed(valid)}
-    for written, names in ((field, siblings | sections), (field, fields), (key, {name: name for name in valid})):
-        near = difflib.get_close_matches(written, names, n=1, cutoff=0.6)
+    whole = {name: name for name in valid}
+    for written, names, cutoff in (
+        (field, siblings | sections, 0.6),
+        (key, whole, 0.9),  # a misspelt section with a field that many sections have
+        (field, fields, 0.6),
+        (key, whole, 0.6),
+    ):
+        near = difflib.get_close_matches(written, names, n=1, cutoff=cutoff)
         if near:
             return f"; did you mean {names[near[0]]}?"
     near = difflib.get_close_matches(key, valid, n=1, cutoff=0.3)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from eyas.heads.files import write_json, write_text
 from eyas.recipes.distributed import launched_processes, train_in_processes
-from eyas.recipes.load import dump_recipe, resolve_builtin
+from eyas.recipes.load import dump_recipe
 from eyas.recipes.run import Run, open_run, stage_names
 from eyas.recipes.schema import Recipe
+from eyas.recipes.sources import expand, local_files
 from eyas.recipes.stage import MANIFEST, Stage, read_manifest, run_lock, run_stage, stage_status
 from eyas.recipes.stages import STAGES
 from eyas.recipes.train_stages import require_head_possible
@@ -26,7 +27,7 @@ def run_until(recipe: Recipe, *, last: str, say: Say) -> Run:
     """
     if launched_processes() > 1:
         return _train_in_processes(recipe, last=last, say=say)
-    _require_conversations(recipe)
+    _require_sources(recipe)
     run = open_run(recipe)  # before the lock, so that a target that does not exist leaves no run directory
     _require_head_possible(run, last=last)
     with run_lock(run.run_dir):
@@ -70,20 +71,17 @@ def _run_one(stage: Stage, *, run_dir: Path, say: Say) -> None:
 
 def _require_head_possible(run: Run, *, last: str) -> None:
     """Fail before features are extracted when the head cannot be made for the target, unless all of it has been made."""
-    if "extract" not in stage_names(run.recipe, last=last):
+    needed = [name for name in ("extract", "train") if name in stage_names(run.recipe, last=last)]
+    if not needed:
         return
-    made = (run.directory("extract") / MANIFEST).is_file() and (run.directory("train") / MANIFEST).is_file()
+    made = all((run.directory(name) / MANIFEST).is_file() for name in ("prepare", *needed, "train"))
     if not made or stage_status(STAGES["train"](run), run_dir=run.run_dir) != "complete":
         require_head_possible(run)
 
 
-def _require_conversations(recipe: Recipe) -> None:
-    """Fail before the target is unpacked when the conversation file is missing."""
-    if recipe.data.regenerate or recipe.data.conversations is None:
-        return
-    path = resolve_builtin(recipe.data.conversations)
-    if not path.is_file():
-        raise ValueError(
-            f"data.conversations: no file {path}; name a .jsonl or .jsonl.gz file, "
-            "or set data.regenerate=true to let the target write one"
-        )
+def _require_sources(recipe: Recipe) -> None:
+    """Fail before the target is unpacked when a file of conversations is missing or a preset is misspelt."""
+    guard = recipe.data.guard
+    for source in [*recipe.data.all_sources, *(guard.sources if guard.enabled else ())]:
+        for entry in expand(source):
+            local_files(entry)

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eyas.heads.files import fingerprint
-from eyas.recipes.load import resolve_builtin
 from eyas.recipes.schema import Recipe
 
 STAGE_NAMES: tuple[str, ...] = ("prepare", "extract", "train", "export", "score")
-"""Stages a user can name as the last one, in order; `regenerate` comes before them when the recipe asks for it."""
+"""Stages a user can name as the last one, in order; `data_stage_names` come before them."""
 
-CONVERSATIONS_FILE = "conversations.jsonl.gz"
+CONVERSATIONS_FILE = "conversations.jsonl"
+EVALUATION_PROMPTS = "evaluation_prompts.jsonl"
+STATES_DIRECTORY = "states"
+"""Inside the regenerate stage: hidden states of the pass that generated the answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,21 +39,31 @@ class Run:
 
     @property
     def conversations(self) -> Path:
-        """The conversation file to prepare: the regenerated one, or the one that the recipe names."""
-        data = self.recipe.data
-        if data.regenerate:
-            return self.directory("regenerate") / CONVERSATIONS_FILE
-        assert data.conversations is not None, "the schema lets no recipe pass without conversations"
-        return resolve_builtin(data.conversations)
+        """The conversation file to prepare: with the target's answers when they were made anew, or as collected."""
+        return self.directory("regenerate" if self.recipe.data.regenerate else "collect") / CONVERSATIONS_FILE
+
+
+def data_stage_names(recipe: Recipe) -> list[str]:
+    """Names of the stages that make the conversations of `recipe`."""
+    own = ["synthesise"] if recipe.data.self_prompts.count else []
+    return [*own, "collect", *(["regenerate"] if recipe.data.regenerate else [])]
 
 
 def stage_names(recipe: Recipe, *, last: str) -> list[str]:
-    """Names of the stages of `recipe` up to and including `last`."""
+    """Names of the stages of `recipe` up to and including `last`.
+
+    Raises:
+        ValueError: the recipe has no such stage.
+    """
     assert last in STAGE_NAMES, last
     names = list(STAGE_NAMES[: STAGE_NAMES.index(last) + 1])
+    if recipe.features.mode == "online" and "extract" in names:
+        if last == "extract":
+            raise ValueError("features.mode=online has no extract stage: the target runs while the head trains")
+        names.remove("extract")
     if last == "score" and recipe.score.head is not None:
         names = ["score"]  # a head from elsewhere: nothing is made before it is measured
-    return ["regenerate", *names] if recipe.data.regenerate else names
+    return [*data_stage_names(recipe), *names]
 
 
 def open_run(recipe: Recipe) -> Run:
@@ -65,6 +77,15 @@ def open_run(recipe: Recipe) -> Run:
         target_dir=target_dir,
         target_fingerprint=target_fingerprint(target_dir),
     )
+
+
+def plan_run(recipe: Recipe) -> Run:
+    """A run as far as it is known without weights: of a hub target only config and tokenizer are fetched."""
+    from eyas.heads.target_source import cache_root, resolve_target
+
+    target = recipe.target
+    directory = resolve_target(target.model, revision=target.revision, cache_dir=cache_root(), weights=False)
+    return Run(recipe=recipe, run_dir=recipe.run_directory, target_dir=directory, target_fingerprint="unknown")
 
 
 def available_cores() -> int:

@@ -17,12 +17,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from eyas.recipes.schema_data import Data
+from eyas.recipes.schema_features import Features
 from eyas.recipes.schema_head import Head, Init
 from eyas.recipes.schema_train import Train
 from eyas.recipes.section import DType, Number, Section, Threads
-
-MIN_MAX_LENGTH = 8
-"""Tokens below which a conversation holds no user turn, answer and chain worth drafting."""
 
 HUMANEVAL_SIZE = 164
 
@@ -46,69 +45,6 @@ class Target(Section):
         if separator and self.revision is not None:
             raise ValueError("revision: only hub models have one; set it to null or name a hub id as model")
         return self
-
-
-class Generation(Section):
-    """How the target writes its own conversations (only with data.regenerate)."""
-
-    seed: int = Field(default=0, ge=0, description="seed of topics, prompts and sampling")
-    self_prompts: int = Field(default=3000, ge=0, description="conversations the target makes up, user turn too")
-    chitchat: int = Field(default=800, ge=0, description="conversations from chitchat-dataset")
-    chatterbot: int = Field(default=400, ge=0, description="conversations from chatterbot-corpus")
-    evals: int = Field(default=400, ge=0, description="prompts from evals")
-    heldout_prompts: int = Field(default=160, ge=1, description="conversations kept out of training")
-    temperature: Number = Field(default=0.7, ge=0, description="sampling temperature of answers; 0 = greedy")
-    min_p: Number = Field(default=0.02, ge=0, lt=1, description="least share of the likeliest token's probability")
-    max_tokens: int = Field(default=256, gt=0, description="longest answer, in tokens")
-    batch_size: int = Field(default=64, gt=0, description="sequences vLLM decodes at a time")
-    max_repeated_8gram_share: Number = Field(
-        default=0.3, gt=0, le=1, description="answers above it are dropped as loops"
-    )
-
-    @model_validator(mode="after")
-    def _check_sources(self) -> Self:
-        if not (self.self_prompts or self.chitchat or self.chatterbot or self.evals):
-            raise ValueError("self_prompts, chitchat, chatterbot and evals are all 0; set one of them above 0")
-        return self
-
-
-class Data(Section):
-    """The conversations that a head learns from."""
-
-    conversations: str | None = Field(default=None, description="path of .jsonl or .jsonl.gz, or builtin:FILE")
-    regenerate: bool = Field(default=False, description="the target writes the conversations anew")
-    max_length: int = Field(default=512, ge=MIN_MAX_LENGTH, description="tokens after which a conversation is cut")
-    max_train_tokens: int | None = Field(default=None, gt=0, description="tokens to train on; null = all there are")
-    on_bad_line: Literal["stop", "skip"] = Field(
-        default="stop", description="a broken line ends the run, or is counted and left out"
-    )
-    generation: Generation = Field(default=Generation(), description="settings of data.regenerate")
-
-    @model_validator(mode="after")
-    def _check_source(self) -> Self:
-        if self.conversations is None and not self.regenerate:
-            raise ValueError("conversations: missing; name a .jsonl file, or set data.regenerate to true")
-        if self.conversations == "":
-            raise ValueError("conversations: empty; name a .jsonl or .jsonl.gz file, or builtin:FILE")
-        return self
-
-
-class Features(Section):
-    """Hidden states of the target that a head sees."""
-
-    capture_layers: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
-        default=None, strict=False, min_length=1, description="layers to capture; null = a low, a middle and a high one"
-    )
-    dtype: DType = Field(default="bfloat16", description="of the target's forward and of the stored states")
-    batch_tokens: int = Field(default=4096, gt=0, description="tokens of one forward")
-    threads: Threads = Field(default=None, description="CPU threads; null = all cores")
-
-    @field_validator("capture_layers")
-    @classmethod
-    def _check_layers(cls, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if layers is not None and list(layers) != sorted(set(layers)):
-            raise ValueError("layers must be distinct and ascending, for example [2, 15, 27]")
-        return layers
 
 
 class Export(Section):
@@ -189,10 +125,40 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_states(self) -> Self:
+        if self.data.generation.keep_states and not self.data.regenerate:
+            raise ValueError("data.generation.keep_states: nothing is generated; set data.regenerate=true or remove it")
+        if self.data.generation.keep_states and self.features.mode == "online":
+            raise ValueError(
+                "data.generation.keep_states: online nothing is stored; set features.mode=offline or remove it"
+            )
+        own = self.data.generation.dtype
+        if self.data.generation.keep_states and own not in (None, self.features.dtype):
+            raise ValueError(
+                f"data.generation.dtype: the states kept would be of {own} and not of features.dtype "
+                f"{self.features.dtype}; make them equal or set keep_states to false"
+            )
+        if self.features.cache == "first-epoch" and self.train.epochs == 1:
+            raise ValueError(
+                "features.cache: what the first epoch stores is read by later ones, and train.epochs is 1; remove it"
+            )
+        if (
+            self.train.top_k_loss_weight
+            and self.features.teacher == "top-k"
+            and self.train.top_k > self.features.teacher_k
+        ):
+            raise ValueError(
+                f"train.top_k: {self.train.top_k} likeliest tokens are more than features.teacher_k "
+                f"{self.features.teacher_k} keeps; lower it or raise teacher_k"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_kind(self) -> Self:
         if self.head.kind == "eagle":
             eagle3_only = {
                 "features.capture_layers": self.features.capture_layers is not None,
+                "features.teacher": self.features.teacher == "top-k",
                 "init.lm_head": self.init.lm_head != "target",
                 "init.train_lm_head": self.init.train_lm_head is True,
                 "init.final_norm": self.init.final_norm != "ones",

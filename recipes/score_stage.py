@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.heads.files import fingerprint_directory, fingerprint_file
-from eyas.recipes.run import Run, available_cores, stage_names
+from eyas.recipes.run import Run, available_cores, data_stage_names, stage_names
 from eyas.recipes.stage import Stage, output_fingerprint, read_manifest, without
 
 
@@ -28,6 +28,7 @@ def score_stage(run: Run) -> Stage:
             out_dir,
             target_dir=run.target_dir,
             trust_remote_code=run.recipe.target.trust_remote_code,
+            template_options=run.recipe.data.template_options,
             head_dir=head_dir,
             method=method,
             draft_lengths=list(score_settings.draft_lengths),
@@ -59,7 +60,10 @@ def score_stage(run: Run) -> Stage:
             context=score_context(run),
         )
 
-    settings = without(score_settings.model_dump(mode="json"), {"timeout_s", "head"}) | {"threads": threads}
+    settings = without(score_settings.model_dump(mode="json"), {"timeout_s", "head"}) | {
+        "threads": threads,
+        "template_options": run.recipe.data.template_options,
+    }
     inputs = {
         "target": run.target_fingerprint,
         "head": output_fingerprint(head_dir) if given is None else head_fingerprint(head_dir),
@@ -99,7 +103,7 @@ def score_context(run: Run) -> dict[str, Any]:
     from eyas.train.tracking import METRICS_NAME, read_metrics
 
     if run.recipe.score.head is not None:
-        made: list[str] = []
+        made = data_stage_names(run.recipe)
         metrics: list[dict[str, Any]] = []
     else:
         made = stage_names(run.recipe, last="export")

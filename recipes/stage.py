@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from eyas.heads.files import fingerprint, fingerprint_file, read_json, sync_directory, write_json
+from eyas.heads.files import LARGE_FILE_BYTES, fingerprint, fingerprint_file, read_json, sync_directory, write_json
 
 SCHEMA_VERSION = 1
 """Part of every stage's fingerprint: raised when a change of code makes older directories unusable."""
@@ -51,6 +51,7 @@ class Stage:
         body: fills the directory it is given and returns counts (JSON values). The directory may hold what an
             earlier, interrupted call of the same stage left there.
         describe: lines that tell a reader the outcome, from the counts.
+        sample_above: files larger than this many bytes are identified by samples (`fingerprint_file`).
     """
 
     name: str
@@ -58,6 +59,7 @@ class Stage:
     inputs: dict[str, str]
     body: Callable[[Path], dict[str, Any]]
     describe: Callable[[dict[str, Any]], list[str]] = _nothing
+    sample_above: int = LARGE_FILE_BYTES
 
     @property
     def fingerprint(self) -> str:
@@ -88,6 +90,8 @@ def run_stage(stage: Stage, *, run_dir: Path) -> bool:
     if _is_complete(final, expected=stage.fingerprint):
         _remove(_partial(final))
         return False
+    if (final / MANIFEST).is_file() and read_manifest(final)["fingerprint"] == stage.fingerprint:
+        _reopen(final, expected=stage.fingerprint)
     resumed = _enter(_partial(final), expected=stage.fingerprint)
     start = time.monotonic()
     try:
@@ -128,7 +132,7 @@ def output_fingerprint(directory: Path, *, under: str = "") -> str:
 def refresh_files(directory: Path) -> None:
     """Bring the manifest of a stage up to date after a derived file in it (a report) was written again."""
     manifest = read_manifest(directory)
-    write_json(directory / MANIFEST, manifest | {"files": _checksums(directory)})
+    write_json(directory / MANIFEST, manifest | {"files": _checksums(directory, sample_above=LARGE_FILE_BYTES)})
 
 
 @contextmanager
@@ -154,14 +158,19 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         yield
 
 
+def free_bytes(path: Path) -> tuple[Path, int]:
+    """The nearest existing folder of a path that is, or will be, and the free bytes of its disk."""
+    existing = next(folder for folder in [path.absolute(), *path.absolute().parents] if folder.exists())
+    return existing, shutil.disk_usage(existing).free
+
+
 def require_free_bytes(path: Path, *, needed: int, what: str) -> None:
     """Refuse to begin what would fill the disk that `path` is, or will be, on.
 
     Raises:
         ValueError: fewer than `needed` bytes are free.
     """
-    existing = next(folder for folder in [path.absolute(), *path.absolute().parents] if folder.exists())
-    free = shutil.disk_usage(existing).free
+    _, free = free_bytes(path)
     if free < needed:
         raise ValueError(
             f"{what} needs {needed / 2**30:.1f} GiB in {path}, and {free / 2**30:.1f} GiB are free; "
@@ -200,6 +209,13 @@ def _enter(partial: Path, *, expected: str) -> bool:
     return False
 
 
+def _reopen(final: Path, *, expected: str) -> None:
+    """Make a stage of which files were deleted a partial one, so that only those are made again."""
+    _remove(_partial(final))
+    write_json(final / RECORD, {"fingerprint": expected})  # first, so that a kill in between loses nothing
+    final.rename(_partial(final))
+
+
 def _publish(final: Path) -> None:
     """Rename the partial directory to `final`. A kill in between leaves a partial one that needs no more work."""
     sync_directory(_partial(final))
@@ -229,7 +245,7 @@ def _manifest(stage: Stage, *, directory: Path, counts: dict[str, Any]) -> dict[
         "settings": stage.settings,
         "inputs": stage.inputs,
         "counts": counts,
-        "files": _checksums(directory),
+        "files": _checksums(directory, sample_above=stage.sample_above),
         "versions": versions(),
         "argv": sys.argv,
         "git": git_state(),
@@ -237,12 +253,15 @@ def _manifest(stage: Stage, *, directory: Path, counts: dict[str, Any]) -> dict[
     }
 
 
-def _checksums(directory: Path) -> dict[str, dict[str, Any]]:
-    """Size and checksum of every file below `directory`: sha256, sampled above 1 GiB (`fingerprint_file`)."""
+def _checksums(directory: Path, *, sample_above: int) -> dict[str, dict[str, Any]]:
+    """Size and checksum of every file below `directory`: sha256, of samples for large ones (`fingerprint_file`)."""
     own = {directory / MANIFEST, directory / RECORD}
     paths = sorted(path for path in directory.rglob("*") if path.is_file() and path not in own)
     return {
-        path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "checksum": fingerprint_file(path)}
+        path.relative_to(directory).as_posix(): {
+            "bytes": path.stat().st_size,
+            "checksum": fingerprint_file(path, sample_above=sample_above),
+        }
         for path in paths
     }
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from eyas.heads.config import default_capture_layers
-from eyas.heads.files import fingerprint_file, read_json
-from eyas.recipes.estimate import checkpoint_bytes
+from eyas.recipes.estimate import HeadSize, checkpoint_bytes
 from eyas.recipes.run import Run, available_cores
 from eyas.recipes.schema import Recipe
 from eyas.recipes.schema_train import Train
 from eyas.recipes.score_stage import head_fingerprint
-from eyas.recipes.stage import Stage, output_fingerprint, read_manifest, require_free_bytes, without
+from eyas.recipes.stage import Stage, output_fingerprint, require_free_bytes, without
 
 if TYPE_CHECKING:
+    from eyas.train.inputs import TrainedInputs
     from eyas.train.loop import LoopSettings
     from eyas.train.objective import Losses
     from eyas.train.start import HeadPlan
@@ -36,6 +37,18 @@ def captured_layers(run: Run) -> tuple[int, ...] | None:
     return recipe.features.capture_layers
 
 
+def store_settings(run: Run) -> dict[str, Any]:
+    """What decides the numbers in a store of this run's hidden states."""
+    features = run.recipe.features
+    return {
+        "dtype": features.dtype,
+        "storage": features.stored_as,
+        "teacher": features.teacher,
+        "teacher_k": features.teacher_k if features.teacher == "top-k" else None,
+        "last_everywhere": run.recipe.head.kind == "eagle",
+    }
+
+
 def _head_layers(run: Run, *, num_target_layers: int) -> tuple[int, ...]:
     """Layers that the head reads, with the default filled in."""
     layers = captured_layers(run)
@@ -51,17 +64,18 @@ def init_directory(recipe: Recipe) -> Path:
 def train_stage(run: Run) -> Stage:
     """The head learns; its best checkpoint by held-out tau is `train/head/`."""
     recipe, head, train = run.recipe, run.recipe.head, run.recipe.train
-    features_dir, tokens_dir = run.directory("extract"), run.directory("prepare")
+    tokens_dir = run.directory("prepare")
+    online = recipe.features.mode == "online"
 
     def body(out_dir: Path) -> dict[str, Any]:
-        from eyas.train.run import TrainedInputs, run_training
+        from eyas.train.run import run_training
 
         require_free_bytes(
-            out_dir, needed=checkpoint_bytes(head_parameters(run)[0]), what="training (two checkpoints and the head)"
+            out_dir, needed=checkpoint_bytes(head_sizes(run)[0].total), what="training (two checkpoints and the head)"
         )
         return run_training(
             out_dir,
-            inputs=TrainedInputs(features_dir=features_dir, tokens_dir=tokens_dir, target_dir=run.target_dir),
+            inputs=trained_inputs(run),
             plan=head_plan(recipe),
             losses=loss_terms(train),
             loop=loop_settings(train, seed=recipe.seed),
@@ -86,12 +100,38 @@ def train_stage(run: Run) -> Stage:
     }
     inputs = {
         "target": run.target_fingerprint,
-        "features": output_fingerprint(features_dir),
         "tokens": output_fingerprint(tokens_dir),
     }
+    if online:
+        layers = captured_layers(run)
+        settings["features"] = store_settings(run) | {"capture_layers": layers if layers is None else list(layers)}
+    else:
+        inputs["features"] = output_fingerprint(run.directory("extract"))
     if recipe.init.head is not None:
         inputs["init_head"] = head_fingerprint(init_directory(recipe))
     return Stage(name="train", settings=settings, inputs=inputs, body=body, describe=_describe_training)
+
+
+def trained_inputs(run: Run) -> TrainedInputs:
+    """Where training reads the target's states: from the extract stage, or from the target beside the head."""
+    from eyas.recipes.store_form import store_form
+    from eyas.train.inputs import Offline, Online, TrainedInputs
+
+    features = run.recipe.features
+    if features.mode == "offline":
+        source = Offline(features_dir=run.directory("extract"), verify=features.verify)
+    else:
+        source = Online(
+            capture_layers=captured_layers(run),
+            dtype=features.dtype,
+            form=store_form(run.recipe),
+            batch_tokens=features.batch_tokens,
+            where=features.where,
+            device=features.device,
+            cache=features.cache,
+            threads=features.threads,
+        )
+    return TrainedInputs(target_dir=run.target_dir, tokens_dir=run.directory("prepare"), features=source)
 
 
 def _describe_training(counts: dict[str, Any]) -> list[str]:
@@ -136,7 +176,7 @@ def head_plan(recipe: Recipe) -> HeadPlan:
     )
 
 
-def head_parameters(run: Run) -> tuple[int, int]:
+def head_sizes(run: Run) -> tuple[HeadSize, HeadSize]:
     """Parameters of the head that are trained, at least and at most.
 
     They differ when the draft vocabulary is chosen by coverage: its size is known once the answers are counted.
@@ -157,12 +197,15 @@ def head_parameters(run: Run) -> tuple[int, int]:
         layers = _head_layers(run, num_target_layers=target.num_hidden_layers)
         config = planned_config(plan, target=target, capture_layers=layers, draft_vocab_size=size)
     sizes = {name: prod(shape) for name, shape in expected_shapes(config).items()}
-    readout = sizes.get("lm_head.weight", 0)
-    rest = sum(sizes.values()) - readout
+    readout = sizes.pop("lm_head.weight", 0)
+    # Every slot pays for its feature, key and value; queries, output projection and MLP are for trained rows.
+    slots = sum(size for name, size in sizes.items() if name.startswith("fc") or "k_proj" in name or "v_proj" in name)
+    without_readout = HeadSize(slots=slots, rows=sum(sizes.values()) - slots, readout=0)
     if not plan.start.train_lm_head:
-        return rest, rest
+        return without_readout, without_readout
+    most = replace(without_readout, readout=readout)
     open_size = plan.init_head is None and plan.draft_vocab_size == "auto" and plan.kind == "eagle3"
-    return (rest if open_size else rest + readout), rest + readout
+    return (without_readout if open_size else most), most
 
 
 def require_head_possible(run: Run) -> None:
@@ -216,81 +259,4 @@ def loop_settings(train: Train, *, seed: int) -> LoopSettings:
         log_every=train.log_every,
         chain_length=train.chain_length,
         seed=seed,
-    )
-
-
-def export_stage(run: Run) -> Stage:
-    """The head in the form that is served, in the type it is measured in, with its model card."""
-    recipe = run.recipe
-    train_dir, dtype, form = run.directory("train"), recipe.score.dtype, recipe.export.format
-
-    def body(out_dir: Path) -> dict[str, Any]:
-        from eyas.heads.formats.export import export_head
-        from eyas.heads.target import DTYPES
-
-        return export_head(
-            out_dir,
-            head_dir=train_dir / "head",
-            target_dir=run.target_dir,
-            dtype=DTYPES[dtype],
-            to=form,
-            verifier=_target_name(run),
-            draft_tokens=recipe.score.draft_lengths[0],
-            card=_card(run),
-            trust_remote_code=recipe.target.trust_remote_code,
-        )
-
-    # The card tells all of these, so a change of one makes the export stale.
-    settings = recipe.export.model_dump(mode="json") | {
-        "dtype": dtype,
-        "target": recipe.target.model_dump(mode="json"),
-        "draft_tokens": recipe.score.draft_lengths[0],
-        "name": recipe.name,
-        "training": _told_settings(recipe),
-    }
-    inputs = {
-        "target": run.target_fingerprint,
-        "head": output_fingerprint(train_dir, under="head/"),
-        "heldout": fingerprint_file(train_dir / "heldout.json"),
-        "conversations": read_manifest(run.directory("prepare"))["inputs"]["conversations"],
-    }
-    return Stage(name="export", settings=settings, inputs=inputs, body=body, describe=lambda counts: counts["warnings"])
-
-
-def _target_name(run: Run) -> str:
-    """What others can load the target by: its hub id, or else its directory here."""
-    model = run.recipe.target.model
-    is_hub_id = ":" not in model and not Path(model).expanduser().is_dir()
-    return model if is_hub_id else str(run.target_dir)
-
-
-def _told_settings(recipe: Recipe) -> dict[str, Any]:
-    """What a model card tells about the training, in the recipe's own names."""
-    silent = {"threads", "tracker", "log_every", "checkpoint_every"}
-    sections = {"head": recipe.head, "init": recipe.init, "train": recipe.train}
-    return {"seed": recipe.seed} | {
-        f"{name}.{key}": value
-        for name, section in sections.items()
-        for key, value in section.model_dump(mode="json").items()
-        if key not in silent
-    }
-
-
-def _card(run: Run) -> str:
-    from eyas.heads.card import model_card
-    from eyas.heads.formats.read import read_files
-
-    recipe, train_dir = run.recipe, run.directory("train")
-    heldout = read_json(train_dir / "heldout.json")
-    return model_card(
-        name=recipe.name,
-        base_model=recipe.target.model if ":" in recipe.target.model else _target_name(run),
-        revision=recipe.target.revision,
-        config=read_files(train_dir / "head").config,
-        data_fingerprint=read_manifest(run.directory("prepare"))["inputs"]["conversations"],
-        training=_told_settings(recipe),
-        heldout=heldout,
-        coverage=heldout["draft_coverage_heldout"],
-        to=recipe.export.format,
-        draft_tokens=recipe.score.draft_lengths[0],
     )

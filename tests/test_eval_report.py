@@ -137,3 +137,34 @@ def test_reporting_needs_neither_engine_nor_torch() -> None:
     code = "import sys, eyas.eval.report.build; print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.replace("'", '"')) == []
+
+
+def _with_data(score_dir: Path, *, trained_here: bool, guarded: bool = True) -> str:
+    """The report's section on data for a session whose context carries counts of the data stages."""
+    source = {"schema": "sharegpt", "read": 12, "kept": 9, "dropped": {"duplicate": 1, "overlaps_heldout_exact": 2}}
+    counts = {"sources": {"chats": source}, "guard": {"exact": 2, "ngram": 3, "evaluation_prompts": 171}}
+    stages = {"collect": {"counts": counts, "seconds": 1.0}}
+    if trained_here:
+        tokens = {"train_conversations": 8, "train_tokens": 400, "train_answer_tokens": 300}
+        tokens |= {"heldout_conversations": 1, "heldout_tokens": 50}
+        stages |= {"prepare": {"counts": tokens, "seconds": 1.0}, "train": {"counts": {}, "seconds": 1.0}}
+    guard = {"enabled": guarded, "ngram": 13}
+    context = read_json(score_dir / "context.json") | {"stages": stages, "recipe": {"data": {"guard": guard}}}
+    write_json(score_dir / "context.json", context)
+    build_report(score_dir)
+    markdown = (score_dir / "report.md").read_text()
+    return markdown.partition("## Training data")[2].partition("\n## ")[0]
+
+
+def test_the_report_tells_what_the_guard_removed(score_dir: Path) -> None:
+    words = _with_data(score_dir, trained_here=True)
+    assert "5 training conversations were removed" in words
+    assert "one of 171 evaluation prompts: 2 the same prompt" in words
+    assert "3 by 13 words in a row" in words
+    assert "75.0 % of them answers" in words
+    assert "| chats | sharegpt | 12 | 9 | 1 duplicate, 2 overlaps heldout exact |" in words
+
+
+def test_a_missing_guard_and_a_foreign_head_are_said(score_dir: Path) -> None:
+    assert "were NOT kept out" in _with_data(score_dir, trained_here=True, guarded=False)
+    assert "what it was trained on is not known here" in _with_data(score_dir, trained_here=False)

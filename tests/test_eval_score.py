@@ -59,6 +59,7 @@ def run_score(out_dir: Path, target: Path, *, heldout: int = 8, **changes: Any) 
     settings: dict[str, Any] = {
         "target_dir": target,
         "trust_remote_code": False,
+        "template_options": {},
         "head_dir": Path("head"),
         "method": "eagle3",
         "draft_lengths": [3, 1],

@@ -15,7 +15,8 @@ from eyas.heads.chat import TargetChat
 class CharacterChat:
     """One token per character, and the roles' initials as a chat template."""
 
-    def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
+    def prompt_ids(self, messages: list[dict[str, str]], *, tools: list[dict[str, Any]] | None = None) -> list[int]:
+        assert tools is None
         return [ord(c) for c in "".join(f"{m['role'][0]}:{m['content']}|" for m in messages)]
 
 

@@ -1,4 +1,4 @@
-"""Answer masks: exact, template-independent, and refused where a template makes them impossible."""
+"""Prompts and answer masks on the plain template of the tiny target, and what is refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _answers(chat: TargetChat, ids: list[int], mask: list[bool]) -> list[str]:
 
 
 def test_mask_covers_each_answer_and_its_end_of_turn_token(chat: TargetChat) -> None:
-    encoded = chat.encode_conversation(CONVERSATION)
+    (encoded,) = chat.encode_conversation(CONVERSATION)
     assert _answers(chat, encoded.token_ids, encoded.answer_mask) == ["hello you<|im_end|>", "no<|im_end|>"]
     # What the server is prompted with for the last turn is exactly what precedes its mask.
     last_answer = len(encoded.answer_mask) - len(chat.encode("no<|im_end|>"))
@@ -44,7 +44,7 @@ def test_mask_covers_each_answer_and_its_end_of_turn_token(chat: TargetChat) -> 
 
 
 def test_a_truncated_answer_has_no_end_of_turn_token(chat: TargetChat) -> None:
-    encoded = chat.encode_conversation(CONVERSATION, truncated=True)
+    (encoded,) = chat.encode_conversation(CONVERSATION, truncated=True)
     assert _answers(chat, encoded.token_ids, encoded.answer_mask) == ["hello you<|im_end|>", "no"]
 
 
@@ -55,7 +55,7 @@ def test_mask_recovers_any_text(chat: TargetChat, texts: list[str]) -> None:
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
     if any(special in text for special in tiny.SPECIAL for text in texts):
         return
-    encoded = chat.encode_conversation(messages)
+    (encoded,) = chat.encode_conversation(messages)
     assert _answers(chat, encoded.token_ids, encoded.answer_mask) == [text + "<|im_end|>" for text in texts[1::2]]
 
 
@@ -80,11 +80,66 @@ def test_a_template_that_shows_only_answers_is_refused(tmp_path: Path) -> None:
         TargetChat(tmp_path).encode_conversation(CONVERSATION[1:3])
 
 
-def test_a_template_that_rewrites_history_is_refused(tmp_path: Path) -> None:
+def test_a_template_whose_generation_prompt_is_no_prefix_of_the_answer_is_refused(tmp_path: Path) -> None:
     template = "{{ messages | length }}" + tiny.CHAT_TEMPLATE
     tiny.write_tokenizer(tmp_path, chat_template=template)
-    with pytest.raises(ValueError, match="generation prompt"):
+    with pytest.raises(ValueError, match=r"generation prompt.*data\.regenerate"):
         TargetChat(tmp_path).encode_conversation(CONVERSATION)
+
+
+def test_an_answer_of_no_token_is_left_out_and_others_stay(chat: TargetChat) -> None:
+    cut = [*CONVERSATION[:-1], {"role": "assistant", "content": ""}]
+    (encoded,) = chat.encode_conversation(cut, truncated=True)
+    assert _answers(chat, encoded.token_ids, encoded.answer_mask) == ["hello you<|im_end|>"]
+    with pytest.raises(ValueError, match="all zeros"):
+        chat.encode_conversation([*CONVERSATION[:2], {"role": "assistant", "content": ""}], truncated=True)
+
+
+def test_turns_after_the_last_answer_are_left_out(chat: TargetChat) -> None:
+    assert chat.encode_conversation([*CONVERSATION, {"role": "user", "content": "x"}]) == chat.encode_conversation(
+        CONVERSATION
+    )
+
+
+def test_written_tokens_win_over_the_text(chat: TargetChat) -> None:
+    written = [*chat.encode("other"), 300, 2]  # 300: a row of the embedding that no token has
+    messages = [*CONVERSATION[:-1], {"role": "assistant", "content": "no", "token_ids": written}]
+    (encoded,) = chat.encode_conversation(messages, truncated=True)
+    assert encoded.token_ids == chat.prompt_ids(CONVERSATION[:-1]) + written
+    assert (
+        encoded.token_ids[-len(written) :]
+        == [token for token, inside in zip(encoded.token_ids, encoded.answer_mask, strict=True) if inside][
+            -len(written) :
+        ]
+    )
+
+
+@pytest.mark.parametrize("written", [[1, -1], ["1"], [True], 5, [tiny.VOCAB_SIZE]])
+def test_tokens_of_another_target_are_refused(chat: TargetChat, written: object) -> None:
+    messages = [*CONVERSATION[:-1], {"role": "assistant", "content": "no", "token_ids": written}]
+    with pytest.raises(ValueError, match="another target"):
+        chat.encode_conversation(messages)
+
+
+def test_the_next_user_turn_begins_after_the_conversation(chat: TargetChat) -> None:
+    text = chat.user_turn_prefix_after(CONVERSATION)
+    assert text.endswith("assistant\nno<|im_end|>\n<|im_start|>user\n")
+    assert chat.encode(text)[: len(chat.prompt_ids(CONVERSATION[:-1]))] == chat.prompt_ids(CONVERSATION[:-1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"enable_thinking": False}, "has no effect"), ({"add_generation_prompt": False}, "set by eyas itself")],
+)
+def test_options_that_do_nothing_are_refused(tiny_target: Path, options: dict[str, bool], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TargetChat(tiny_target, template_options=options)
+
+
+def test_a_template_that_is_no_jinja_is_refused(tmp_path: Path) -> None:
+    tiny.write_tokenizer(tmp_path, chat_template="{% for %}")
+    with pytest.raises(ValueError, match="not valid Jinja"):
+        TargetChat(tmp_path)
 
 
 def test_a_target_without_template_or_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.heads.slots import contiguous_runs, serving_slots
+from eyas.heads.slots import contiguous_runs, serving_slots, teacher_positions
 from eyas.heads.vocab import choose_draft_vocabulary, coverage
 
 
@@ -17,6 +17,14 @@ def test_slots_are_those_whose_whole_chain_lies_in_one_answer(mask: list[bool], 
     for step, slots in enumerate(steps):
         expected = [t for t in range(len(mask)) if t + 2 + step < len(mask) and all(mask[t + 1 : t + 3 + step])]
         assert slots.tolist() == expected
+
+
+@given(mask=st.lists(st.booleans(), min_size=1, max_size=40), num_steps=st.integers(1, 6))
+def test_teacher_positions_are_where_the_losses_of_all_steps_point(mask: list[bool], num_steps: int) -> None:
+    positions = teacher_positions(torch.tensor(mask)).tolist()
+    steps = serving_slots(torch.tensor(mask), num_steps=num_steps)
+    assert set(positions) == {slot + 1 + step for step, slots in enumerate(steps) for slot in slots.tolist()}
+    assert positions == [p for p in range(1, len(mask) - 1) if mask[p] and mask[p + 1]]
 
 
 def test_the_last_prompt_token_drafts_and_the_last_answer_tokens_do_not() -> None:

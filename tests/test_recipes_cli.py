@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import subprocess
@@ -107,34 +106,3 @@ def test_report_needs_raw_records(tmp_path: Path) -> None:
     code, _, stderr = eyas("report", str(tmp_path))
     assert code == 2
     assert "holds no raw records" in stderr
-
-
-def test_plan_estimates_by_arithmetic(tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    target.mkdir()
-    config = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "vocab_size": 128256}
-    config |= {"model_type": "llama", "num_hidden_layers": 32, "num_key_value_heads": 8}
-    (target / "config.json").write_text(json.dumps(config))
-    (target / "model.safetensors").touch()
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text("x" * 40_000)
-    overrides = [f"target.model={target}", f"data.conversations={chats}", f"run_dir={tmp_path / 'run'}"]
-    overrides.append("features.dtype=bfloat16")
-    code, stdout, stderr = eyas("plan", QUICKSTART, *overrides)
-    assert code == 0, stderr
-    assert f"model: {target}" in stdout
-    assert "about 10,000" in stdout
-    assert "32,768 bytes per token" in stdout  # facts: 4 * 4096 * 2 for Llama-3.1-8B
-    # fc 3H x H, q k v of 2H, o and MLP, lm_head of 8,192 rows, four norms.
-    trained = 3 * 4096**2 + 2 * 4096 * (4096 + 2 * 1024) + 4096**2 + 3 * 4096 * 14336 + 8192 * 4096 + 4 * 4096
-    assert f"head:           {trained / 1e6:.1f} million" in stdout
-    assert not (tmp_path / "run").exists()
-    code, stdout, _ = eyas("plan", QUICKSTART, *overrides, "head.draft_vocab_size=auto", "init.train_lm_head=false")
-    assert f"head:           {(trained - 8192 * 4096) / 1e6:.1f} million" in stdout
-    code, stdout, _ = eyas("plan", QUICKSTART, *overrides, "head.draft_vocab_size=auto")
-    assert f"head:           at most {(trained + (128256 - 8192) * 4096) / 1e6:.1f} million" in stdout
-    code, stdout, _ = eyas("plan", "smollm2-135m-eagle-cpu", *overrides)
-    assert "8,192 bytes per token" in stdout  # the last state alone
-    code, stdout, _ = eyas("plan", QUICKSTART, *overrides, "score.head=somewhere")
-    assert "stages:         score" in stdout
-    assert "train memory" not in stdout

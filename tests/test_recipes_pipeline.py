@@ -41,7 +41,7 @@ def counting_stage(name: str, before: str | None, log: list[str]) -> Any:
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Fake stages that note their runs here."""
     done: list[str] = []
-    names = ["prepare", "extract", "train"]
+    names = ["collect", "prepare", "extract", "train"]
     stages = {name: counting_stage(name, before, done) for name, before in zip(names, [None, *names[:-1]], strict=True)}
     monkeypatch.setattr(pipeline, "STAGES", stages)
     monkeypatch.setattr(
@@ -67,37 +67,42 @@ def test_a_head_that_cannot_be_made_stops_the_run_before_any_stage(
             run_until(make_recipe(tmp_path), last=last, say=lambda _line: None)
     assert log == []
     run_until(make_recipe(tmp_path), last="prepare", say=lambda _line: None)
-    assert log == ["prepare"]
+    assert log == ["collect", "prepare"]
 
 
 def test_the_second_run_does_nothing(tmp_path: Path, log: list[str]) -> None:
     lines: list[str] = []
     run_until(make_recipe(tmp_path), last="train", say=lines.append)
-    assert log == ["prepare", "extract", "train"]
-    assert lines[0] == "prepare: running"
+    assert log == ["collect", "prepare", "extract", "train"]
+    assert lines[0] == "collect: running"
     lines.clear()
     run_until(make_recipe(tmp_path), last="train", say=lines.append)
-    assert log == ["prepare", "extract", "train"]
-    assert [line.partition(",")[0] for line in lines] == ["prepare: skipped", "features: skipped", "train: skipped"]
+    assert log == ["collect", "prepare", "extract", "train"]
+    assert [line.partition(",")[0] for line in lines] == [
+        "collect: skipped",
+        "prepare: skipped",
+        "features: skipped",
+        "train: skipped",
+    ]
 
 
 def test_a_command_stops_at_its_stage_and_the_next_goes_on(tmp_path: Path, log: list[str]) -> None:
     run_until(make_recipe(tmp_path), last="prepare", say=lambda _: None)
-    assert log == ["prepare"]
+    assert log == ["collect", "prepare"]
     run_until(make_recipe(tmp_path), last="train", say=lambda _: None)
-    assert log == ["prepare", "extract", "train"]
+    assert log == ["collect", "prepare", "extract", "train"]
 
 
 def test_a_changed_setting_runs_everything_after_it(tmp_path: Path, log: list[str]) -> None:
     run_until(make_recipe(tmp_path), last="train", say=lambda _: None)
     run_until(make_recipe(tmp_path, seed=1), last="train", say=lambda _: None)
-    assert log == ["prepare", "extract", "train"] * 2
+    assert log == ["collect", "prepare", "extract", "train"] * 2
     assert "seed: 1" in (tmp_path / "run" / "recipe.yaml").read_text()
 
 
 def test_a_missing_conversation_file_is_refused_first(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, data={"conversations": str(tmp_path / "none.jsonl")})
-    with pytest.raises(ValueError, match=r"data.conversations: no file .*data.regenerate=true"):
+    with pytest.raises(ValueError, match=r"data.sources: no file .*none\.jsonl"):
         run_until(recipe, last="train", say=lambda _: None)
     assert not (tmp_path / "run").exists()
 
@@ -109,9 +114,26 @@ def test_several_processes_are_refused_for_all_but_training(tmp_path: Path, monk
     assert not (tmp_path / "run").exists()
 
 
-def test_regenerate_comes_first_and_replaces_the_conversations(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path, data={"regenerate": True})
-    assert stage_names(recipe, last="extract") == ["regenerate", "prepare", "extract"]
-    run = Run(recipe=recipe, run_dir=tmp_path, target_dir=tmp_path, target_fingerprint="t")
-    assert run.conversations == tmp_path / "regenerate" / "conversations.jsonl.gz"
+def test_data_stages_come_first(tmp_path: Path) -> None:
+    def names(last: str, **values: Any) -> list[str]:
+        return stage_names(make_recipe(tmp_path, **values), last=last)
+
+    chats = str(tmp_path / "chats.jsonl")
+    assert names("extract") == ["collect", "prepare", "extract"]
+    assert names("prepare", data={"conversations": chats, "regenerate": True}) == ["collect", "regenerate", "prepare"]
+    own = {"self_prompts": {"count": 5}, "regenerate": True}
+    assert names("prepare", data=own) == ["synthesise", "collect", "regenerate", "prepare"]
+    assert names("score", score={"head": "somewhere"}) == ["collect", "score"]
+    assert names("train", features={"mode": "online"}) == ["collect", "prepare", "train"]
+    with pytest.raises(ValueError, match="no extract stage"):
+        names("extract", features={"mode": "online"})
     assert available_cores() >= 1
+
+
+def test_scoring_reads_the_conversations_that_training_read(tmp_path: Path) -> None:
+    def conversations(**data: Any) -> Path:
+        recipe = make_recipe(tmp_path, data={"conversations": str(tmp_path / "chats.jsonl")} | data)
+        return Run(recipe=recipe, run_dir=tmp_path, target_dir=tmp_path, target_fingerprint="t").conversations
+
+    assert conversations() == tmp_path / "collect" / "conversations.jsonl"
+    assert conversations(regenerate=True) == tmp_path / "regenerate" / "conversations.jsonl"

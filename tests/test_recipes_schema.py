@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from eyas.recipes.load import load_recipe, shipped_recipes, valid_keys
+from eyas.recipes.keys import valid_keys
+from eyas.recipes.load import load_recipe, shipped_recipes
 from eyas.recipes.schema import Data, Features, Head, Init, Recipe, Score, Target, Train
 
 MINIMAL: dict[str, Any] = {"name": "tiny", "target": {"model": "org/model"}, "data": {"conversations": "chats.jsonl"}}
@@ -28,6 +29,23 @@ def test_a_recipe_needs_only_name_target_and_data() -> None:
         ({"head": {"kind": "eagle"}, "init": {"lm_head": "random"}}, r"init\.lm_head: an EAGLE head"),
         ({"head": {"kind": "eagle"}, "init": {"train_lm_head": True}}, r"init\.train_lm_head"),
         ({"head": {"kind": "eagle"}, "init": {"layer": "target"}}, r"init\.layer"),
+        ({"head": {"kind": "eagle"}, "features": {"teacher": "top-k"}}, r"features\.teacher: an EAGLE head"),
+        (
+            {
+                "data": {
+                    "conversations": "a",
+                    "regenerate": True,
+                    "generation": {"keep_states": True, "dtype": "float32"},
+                }
+            },
+            r"data\.generation\.dtype: the states kept would be of float32",
+        ),
+        ({"features": {"mode": "online", "cache": "first-epoch"}, "train": {"epochs": 1}}, r"features\.cache: what"),
+        ({"data": {"conversations": "a", "generation": {"keep_states": True}}}, "nothing is generated"),
+        (
+            {"features": {"teacher": "top-k", "teacher_k": 4}, "train": {"top_k_loss_weight": 1.0}},
+            r"train\.top_k: 10 likeliest tokens are more",
+        ),
         ({"train": {"feature_loss_weight": 1.0}}, r"train\.feature_loss_weight: belongs to EAGLE"),
         ({"train": {"feature_noise": "length"}}, r"train\.feature_noise: belongs to EAGLE"),
     ],
@@ -72,6 +90,12 @@ def test_recipes_are_frozen_and_closed() -> None:
         (Data, {"conversations": "c", "on_bad_line": "ignore"}, "'stop' or 'skip'"),
         (Features, {"capture_layers": [3, 1]}, "ascending"),
         (Features, {"capture_layers": []}, "at least 1 item"),
+        (Features, {"storage": "int8"}, "fp8"),
+        (Features, {"cache": "first-epoch"}, "cache: has a meaning online only"),
+        (Features, {"mode": "online", "backend": "vllm"}, "backend: online the target runs in transformers"),
+        (Features, {"mode": "online", "device_map": "auto"}, "device_map: online the target runs on one device"),
+        (Features, {"backend": "vllm", "device_map": "auto"}, "device_map: is for backend hf"),
+        (Features, {"tensor_parallel_size": 2}, "tensor_parallel_size: is for backend vllm"),
         (Head, {"num_attention_heads": 9, "num_key_value_heads": 4}, "no multiple"),
         (Head, {"draft_vocab_size": 1}, "too small"),
         (Head, {"draft_vocab_size": "most"}, "auto"),
@@ -97,10 +121,34 @@ def test_bad_values_are_refused(section: type[BaseModel], values: dict[str, Any]
         section.model_validate(values)
 
 
-def test_generation_needs_a_source() -> None:
-    none = {"self_prompts": 0, "chitchat": 0, "chatterbot": 0, "evals": 0}
-    with pytest.raises(ValidationError, match="all 0"):
-        Data.model_validate({"regenerate": True, "generation": none})
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"regenerate": True}, "conversations: missing"),
+        ({"conversations": "a", "sources": [{"path": "b"}]}, "short form of sources"),
+        ({"sources": [{}]}, "path: missing"),
+        ({"sources": [{"path": "a", "weight": 1}, {"path": "b"}]}, "some have a weight"),
+        ({"sources": [{"path": "a", "weight": 0}]}, "greater than 0"),
+        ({"self_prompts": {"count": 3}}, r"self_prompts\.count: these prompts have no answers"),
+        ({"conversations": "a", "generation": {"follow_ups": 1}}, r"generation\.follow_ups"),
+        ({"conversations": "a", "generation": {"servers": {"urls": ["host:8000"]}}}, "no URL"),
+        ({"conversations": "a", "generation": {"temperature": []}}, "at least 1 item"),
+        (
+            {"conversations": "a", "generation": {"keep_states": True, "servers": {"urls": ["http://a/v1"]}}},
+            "servers send tokens only",
+        ),
+        ({"conversations": "a", "near_duplicates": 1.5}, "less than or equal to 1"),
+    ],
+)
+def test_data_that_contradicts_itself_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Data.model_validate(values)
+
+
+def test_the_short_form_is_one_source() -> None:
+    assert [source.path for source in Data.model_validate({"conversations": "a"}).all_sources] == ["a"]
+    generation = Data.model_validate({"conversations": "a", "generation": {"temperature": ["0.0", 0.8]}}).generation
+    assert generation.temperature == (0.0, 0.8)
 
 
 def test_numbers_in_scientific_notation_are_numbers() -> None:
@@ -126,5 +174,6 @@ def test_every_field_says_what_it_means() -> None:
 def test_shipped_recipes_write_out_every_field(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert text.startswith("# ")
-    fields = {key.rpartition(".")[2] for key in valid_keys()} - {"run_dir"}
+    written_out = ("head.", "init.", "train.", "export.", "score.")  # of data and features, what a recipe uses
+    fields = [key.rpartition(".")[2] for key in valid_keys() if key.startswith(written_out)]
     assert [field for field in fields if f"{field}:" not in text] == []

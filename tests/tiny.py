@@ -53,7 +53,7 @@ def teach_target(directory: Path, conversations: Path, *, steps: int = 150) -> P
     write_target(directory, initializer_range=0.05)
     chat = TargetChat(directory)
     rows, _ = read_conversations(conversations, on_bad_line="stop")
-    encoded = [chat.encode_conversation(row.messages) for row in rows]
+    encoded = [document for row in rows for document in chat.encode_conversation(row.messages)]
     width = max(len(conversation.token_ids) for conversation in encoded)
     ids = torch.zeros(len(encoded), width, dtype=torch.long)
     labels = torch.full_like(ids, -100)

@@ -8,12 +8,14 @@ from typing import Any
 
 from eyas.heads.initialise import HeadStart
 from eyas.train.data.prepare import prepare
+from eyas.train.features.encoding import StoreForm
 from eyas.train.features.extract import extract
+from eyas.train.inputs import Offline, Online, TrainedInputs
 from eyas.train.loop import LoopSettings
 from eyas.train.losses import TokenLoss
 from eyas.train.noise import FeatureNoise
 from eyas.train.objective import Losses
-from eyas.train.run import TrainedInputs, run_training
+from eyas.train.run import run_training
 from eyas.train.start import HeadPlan
 from eyas.train.tracking import METRICS_NAME, read_metrics
 from tests import tiny
@@ -37,9 +39,16 @@ LOOP = LoopSettings(
     seed=0,
 )
 
+FORM = StoreForm(storage="float32", teacher="hidden", teacher_k=0, last_everywhere=True)
+"""What heads of both kinds can be trained on, with nothing rounded."""
+
 
 def make_inputs(
-    directory: Path, *, target: Path, capture_layers: tuple[int, ...] = tiny.CAPTURE_LAYERS
+    directory: Path,
+    *,
+    target: Path,
+    capture_layers: tuple[int, ...] = tiny.CAPTURE_LAYERS,
+    form: StoreForm = FORM,
 ) -> tuple[Path, Path]:
     """Tokens and features of a small conversation file: (tokens_dir, features_dir)."""
     tokens, features = directory / "prepare", directory / "features"
@@ -49,9 +58,11 @@ def make_inputs(
         target_dir=target,
         conversations=tiny.write_conversation_file(directory / "c.jsonl"),
         max_length=64,
+        too_long="cut",
         max_train_tokens=None,
         on_bad_line="stop",
         trust_remote_code=False,
+        template_options={},
         seed=0,
     )
     extract(
@@ -60,17 +71,27 @@ def make_inputs(
         target_dir=target,
         capture_layers=capture_layers,
         dtype="float32",
+        form=form,
         batch_tokens=512,
         threads=None,
+        device_map=None,
         trust_remote_code=False,
+        generated_states=None,
     )
     return tokens, features
 
 
 def train(
-    out_dir: Path, *, target: Path, tokens: Path, features: Path, loop: LoopSettings = LOOP, **changes: Any
+    out_dir: Path,
+    *,
+    target: Path,
+    tokens: Path,
+    features: Path | Offline | Online,
+    loop: LoopSettings = LOOP,
+    **changes: Any,
 ) -> dict[str, Any]:
     """Run the train stage in this process in float32."""
+    source = Offline(features_dir=features) if isinstance(features, Path) else features
     arguments: dict[str, Any] = {
         "plan": plan(),
         "losses": Losses(token=TokenLoss()),
@@ -87,7 +108,7 @@ def train(
     out_dir.mkdir(parents=True, exist_ok=True)
     return run_training(
         out_dir,
-        inputs=TrainedInputs(features_dir=features, tokens_dir=tokens, target_dir=target),
+        inputs=TrainedInputs(target_dir=target, tokens_dir=tokens, features=source),
         loop=loop,
         **(arguments | changes),
     )

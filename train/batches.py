@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from eyas.heads.head import FeatureSource
-from eyas.heads.slots import serving_slots
-from eyas.train.features.store import Document
+from eyas.heads.slots import serving_slots, teacher_positions
+from eyas.train.features.documents import Document
+from eyas.train.features.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,20 @@ class TrainingDocument:
     """A document as the objective reads it: drafting tokens, features, and the slots of each step.
 
     Tokens run over slots 0..T-1 plus one, since slot t reads the embedding of token t+1. `states_TX` are the target's
-    states that the head reads, `last_TH` those after the final norm that it is judged by. `slots[i]` are the slots that
-    the server drafts from at step i.
+    states that the head reads, `teacher` the distributions that it is judged by. `slots[i]` are the slots that the server
+    drafts from at step i, and `targets[i]` the rows of the teacher that judge them.
     """
 
     next_ids_T: Tensor
     states_TX: Tensor
-    last_TH: Tensor
     slots: list[Tensor]
+    teacher: Teacher
+    targets: list[Tensor]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the document."""
+        return self.next_ids_T.shape[0] + 1
 
 
 def training_document(
@@ -39,18 +46,34 @@ def training_document(
 ) -> TrainingDocument:
     """Cut a stored document to what `num_steps` steps of training a head that reads `source` need, on `device`."""
     slots = serving_slots(document.answer_mask_T, num_steps=num_steps)
-    # Features behind the last trained slot are read by nothing but its targets.
+    positions_P = teacher_positions(document.answer_mask_T)
+    assert len(document.teacher) == positions_P.shape[0], "the teacher has a row per teacher position"
+    # The output at slot t, step i predicts the distribution that the target gives at position t+1+i.
+    targets = [torch.searchsorted(positions_P, slots_S + 1 + step) for step, slots_S in enumerate(slots)]
+    # The state of the last token is read by nothing: no token follows it.
     return TrainingDocument(
         next_ids_T=document.token_ids_T[1:].to(device),
         states_TX=states_of(document, source=source)[:-1].to(device),
-        last_TH=document.last_TH.to(device),
         slots=[slots_S.to(device) for slots_S in slots],
+        teacher=document.teacher.to(device),
+        targets=[rows_S.to(device) for rows_S in targets],
     )
 
 
 def states_of(document: Document, *, source: FeatureSource) -> Tensor:
-    """The target's states [T, X] of a document that a head reads."""
-    return document.captured_TX if source == "captured" else document.last_TH
+    """The target's states [T, X] of a document that a head reads.
+
+    Raises:
+        ValueError: the head reads the last state at every slot, and it was not kept.
+    """
+    if source == "captured":
+        return document.captured_TX
+    if document.last_TH is None:
+        raise ValueError(
+            "an EAGLE head reads the last hidden state at every slot, and these features hold it at answers only; run the "
+            "extract stage again with head.kind=eagle"
+        )
+    return document.last_TH
 
 
 def run_batches(

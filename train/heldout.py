@@ -16,7 +16,7 @@ from eyas.heads.drafting import ChainStatistics, chain_statistics, draft_from_sl
 from eyas.heads.head import DraftHead
 from eyas.heads.slots import contiguous_runs, serving_slots
 from eyas.train.batches import states_of
-from eyas.train.features.store import Document
+from eyas.train.features.documents import Document
 
 
 def heldout_statistics(

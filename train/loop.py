@@ -26,7 +26,7 @@ from eyas.train.checkpoint import (
     save_checkpoint,
     saved_best_step,
 )
-from eyas.train.features.store import Document, FeatureStore
+from eyas.train.features.documents import Document, Documents
 from eyas.train.heldout import heldout_statistics
 from eyas.train.metrics import StepMetrics, Window
 from eyas.train.noise import FeatureNoise
@@ -93,7 +93,7 @@ class Trainer:
     accelerator: Accelerator
     objective: HeadObjective
     optimizer: torch.optim.Optimizer
-    store: FeatureStore
+    documents: Documents
     heldout: Sequence[Document]
     settings: LoopSettings
     run_dir: Path
@@ -118,7 +118,7 @@ class Trainer:
         """
         settings = self.settings
         batches = run_batches(
-            self.store.lengths,
+            self.documents.lengths,
             batch_tokens=settings.batch_tokens,
             seed=settings.seed,
             epochs=settings.epochs,
@@ -126,6 +126,8 @@ class Trainer:
             world_size=self.accelerator.num_processes,
         )
         total = len(batches)
+        self.documents.start(batches, first=self.state.step)
+        self.accelerator.wait_for_everyone()  # what one process had to mend in a shared cache is there for all
         with stop_on_signals() as stop, self._progress(total) as progress:
             window = Window()
             for batch in batches[self.state.step :]:
@@ -172,7 +174,7 @@ class Trainer:
         norm = self._clip_gradients()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        tokens = torch.tensor(sum(document.last_TH.shape[0] for document in documents), device=rows_K.device)
+        tokens = torch.tensor(sum(document.num_tokens for document in documents), device=rows_K.device)
         return StepMetrics(
             rows_K=rows_K,
             kl_sums_K=self._sum(kl_sums_K.detach()),
@@ -249,9 +251,9 @@ class Trainer:
 
     def _documents(self, batch: list[int]) -> list[TrainingDocument]:
         settings, documents = self.settings, []
-        for index in batch:
+        for index, stored in zip(batch, self.documents.load(batch), strict=True):
             document = training_document(
-                self.store[index],
+                stored,
                 source=self.head.feature_source,
                 num_steps=settings.ttt_steps,
                 device=self.accelerator.device,

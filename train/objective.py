@@ -10,7 +10,7 @@ only the slots that the server drafts from (heads/slots.py) pay for queries, out
 steps. In a deeper head this holds for the last layer. The result is exact; `dense_hidden_states` is the reference that
 computes every slot at every step.
 
-Shapes: T slots, S_i slots trained at step i, H hidden, K steps, R rows (slot and step pairs), P target positions.
+Shapes: T slots, S_i slots trained at step i, H hidden, K steps, R rows (slot and step pairs), P teacher rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from torch.nn import functional as F
 from eyas.heads.chain import Chains, dense_outputs
 from eyas.heads.head import DraftHead
 from eyas.train.batches import TrainingDocument
-from eyas.train.losses import StepRows, TokenLoss, chunked_distillation
+from eyas.train.features.teacher import HiddenTeacher, Teacher, concatenate
+from eyas.train.losses import JudgedBy, StepRows, TokenLoss, chunked_distillation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +63,14 @@ def batch_loss(
     row_weights: Sequence[float],
     losses: Losses,
 ) -> ObjectiveResult:
-    """Loss of a batch of documents over `len(row_weights)` steps, every row of step i counting `row_weights[i]`."""
+    """Loss of a batch of documents over `len(row_weights)` steps, every row of step i counting `row_weights[i]`.
+
+    Raises:
+        ValueError: a term of the loss needs what the teacher does not hold.
+    """
     num_steps = len(row_weights)
     hidden: list[list[Tensor]] = [[] for _ in range(num_steps)]
-    positions: list[list[Tensor]] = [[] for _ in range(num_steps)]
+    targets: list[list[Tensor]] = [[] for _ in range(num_steps)]
     base = 0
     for document in documents:
         outputs = trained_hidden_states(
@@ -73,37 +78,49 @@ def batch_loss(
         )
         for step, output_SH in enumerate(outputs):
             hidden[step].append(output_SH)
-            # The output at slot t, step i predicts the distribution that the target gives at position t+1+i.
-            positions[step].append(document.slots[step] + 1 + step + base)
-        base += document.last_TH.shape[0]
+            targets[step].append(document.targets[step] + base)
+        base += len(document.teacher)
     outputs_K = [torch.cat(rows) for rows in hidden]
-    positions_K = [torch.cat(rows) for rows in positions]
-    last_PH = torch.cat([document.last_TH for document in documents])
+    targets_K = [torch.cat(rows) for rows in targets]
+    teacher = concatenate([document.teacher for document in documents])
     rows = [
-        StepRows(hidden_RH=head.readout_input(output_RH), positions_R=positions_R, weight=weight)
-        for output_RH, positions_R, weight in zip(outputs_K, positions_K, row_weights, strict=True)
+        StepRows(hidden_RH=head.readout_input(output_RH), targets_R=targets_R, weight=weight)
+        for output_RH, targets_R, weight in zip(outputs_K, targets_K, row_weights, strict=True)
     ]
     tokens = chunked_distillation(
         rows,
         readout_DH=head.readout(target_readout_DH),
-        teacher_hidden_PH=last_PH,
-        teacher_readout_DH=target_readout_DH,
+        judge=JudgedBy(teacher, target_readout_DH, head.draft_to_target_D),
         terms=losses.token,
     )
     if losses.feature_weight == 0.0:
         return ObjectiveResult(tokens.loss, tokens.kl_sums_K, tokens.hits_K, torch.zeros_like(tokens.kl_sums_K))
-    distances_K = feature_distances(outputs_K, positions_K, last_PH=last_PH)
+    distances_K = feature_distances(outputs_K, targets_K, last_PH=last_states(teacher))
     weights_K = torch.tensor(row_weights, device=distances_K.device)
     loss = tokens.loss + losses.feature_weight * (distances_K * weights_K).sum()
     return ObjectiveResult(loss, tokens.kl_sums_K, tokens.hits_K, distances_K.detach())
 
 
-def feature_distances(outputs_K: Sequence[Tensor], positions_K: Sequence[Tensor], *, last_PH: Tensor) -> Tensor:
+def last_states(teacher: Teacher) -> Tensor:
+    """The target's last states [P, H] that the feature loss is a distance to.
+
+    Raises:
+        ValueError: the teacher holds likeliest tokens instead.
+    """
+    if not isinstance(teacher, HiddenTeacher):
+        raise ValueError(
+            "train.feature_loss_weight needs the target's last states, and these features hold its likeliest tokens "
+            "only; set features.teacher=hidden and extract again, or set train.feature_loss_weight=0"
+        )
+    return teacher.hidden_PH
+
+
+def feature_distances(outputs_K: Sequence[Tensor], targets_K: Sequence[Tensor], *, last_PH: Tensor) -> Tensor:
     """Sum over the rows of each step of the mean smooth L1 distance to the target's hidden state (EAGLE, eq. 1), [K]."""
     return torch.stack(
         [
-            F.smooth_l1_loss(output_RH.float(), last_PH[positions_R].float(), reduction="none").mean(dim=-1).sum()
-            for output_RH, positions_R in zip(outputs_K, positions_K, strict=True)
+            F.smooth_l1_loss(output_RH.float(), last_PH[targets_R].float(), reduction="none").mean(dim=-1).sum()
+            for output_RH, targets_R in zip(outputs_K, targets_K, strict=True)
         ]
     )
 

@@ -1,11 +1,13 @@
-"""The train stage: put store, target pieces, vocabulary, head and loop together, and leave the best head in `head/`."""
+"""The train stage: put documents, target pieces, vocabulary, head and loop together, and leave the best head in `head/`."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,11 +21,12 @@ from eyas.heads.files import read_json, write_json
 from eyas.heads.formats.read import read_head
 from eyas.heads.head import DraftHead
 from eyas.heads.target import TargetPieces, load_target_pieces
-from eyas.heads.target_source import target_fingerprint
 from eyas.heads.vocab import coverage
 from eyas.train.checkpoint import TrainingState, head_directory
-from eyas.train.features.store import FeatureStore, check_identity
+from eyas.train.features.cache import CACHE_NAME, first_meetings, remove_cache
+from eyas.train.features.documents import Documents
 from eyas.train.heldout import heldout_statistics
+from eyas.train.inputs import OpenInputs, TrainedInputs, in_order, open_inputs
 from eyas.train.loop import HeadObjective, LoopSettings, Trainer
 from eyas.train.objective import Losses
 from eyas.train.optim import adamw
@@ -31,15 +34,6 @@ from eyas.train.start import HeadPlan, start_head
 from eyas.train.tracking import NoTracker, Tracker, Wandb
 
 HEAD_DIRECTORY = "head"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainedInputs:
-    """Where the train stage finds what it is made from."""
-
-    features_dir: Path
-    tokens_dir: Path
-    target_dir: Path
 
 
 def run_training(
@@ -69,42 +63,79 @@ def run_training(
         Steps, the best step, and what heldout.json holds.
 
     Raises:
-        ValueError: store, target, head and launch do not fit together.
+        ValueError: features, target, head and launch do not fit together.
     """
     accelerator = _accelerator(precision, threads=threads)
     main = accelerator.is_main_process
-    identity = check_identity(inputs.features_dir, target_fingerprint=target_fingerprint(inputs.target_dir))
-    store, heldout = (FeatureStore(inputs.features_dir, split=split) for split in ("train", "heldout"))
-    pieces = load_target_pieces(inputs.target_dir)
-    target_config = load_target_config(inputs.target_dir, trust_remote_code=trust_remote_code)
-    head = start_head(
+    say = say if main else _silent
+    opened = open_inputs(
+        inputs,
+        out_dir=out_dir,
+        accelerator=accelerator,
+        first_met=_first_met(loop, accelerator=accelerator),
+        trust_remote_code=trust_remote_code,
+        say=say,
+    )
+    with closing(opened):
+        pieces = load_target_pieces(inputs.target_dir)
+        target_config = load_target_config(inputs.target_dir, trust_remote_code=trust_remote_code)
+        head = _head(plan, inputs=inputs, opened=opened, pieces=pieces, target=target_config, seed=loop.seed, say=say)
+        objective = _objective(head, pieces=pieces, losses=losses, precision=precision)
+        state = Trainer(
+            accelerator=accelerator,
+            objective=objective,
+            optimizer=adamw(objective, learning_rate=loop.learning_rate, betas=betas, weight_decay=weight_decay),
+            documents=opened.train,
+            heldout=opened.heldout_in_memory(evaluate_conversations, say=say) if main else [],
+            settings=loop,
+            run_dir=out_dir,
+            tracker=_tracker(tracker, out_dir=out_dir, name=run_name, settings=asdict(loop), main=main),
+        ).train()
+        counts: dict[str, Any] = {"steps": state.step, "best_step": state.best_step}
+        if main:
+            counts |= _finish(
+                out_dir, state=state, heldout=opened.heldout, pieces=pieces, target_config=target_config, loop=loop
+            )
+    _end(accelerator)
+    if main:
+        remove_cache(out_dir / CACHE_NAME)
+    return counts
+
+
+def _first_met(loop: LoopSettings, *, accelerator: Accelerator) -> Callable[[Sequence[int]], list[list[int]]]:
+    """What a cache makes this process compute, from the lengths of the documents."""
+    return partial(
+        first_meetings,
+        batch_tokens=loop.batch_tokens,
+        seed=loop.seed,
+        epochs=loop.epochs,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+    )
+
+
+def _head(
+    plan: HeadPlan,
+    *,
+    inputs: TrainedInputs,
+    opened: OpenInputs,
+    pieces: TargetPieces,
+    target: Any,
+    seed: int,
+    say: Callable[[str], None],
+) -> DraftHead:
+    return start_head(
         plan,
         target_dir=inputs.target_dir,
-        target=target_config,
+        target=target,
         pieces=pieces,
-        store=store,
-        heldout=heldout,
-        capture_layers=tuple(identity.capture_layers),
+        documents=opened.train,
+        heldout=opened.heldout,
+        capture_layers=opened.identity.capture_layers,
         stop_token_ids=read_json(inputs.tokens_dir / "stop_tokens.json"),
-        seed=loop.seed,
-        say=say if main else _silent,
+        seed=seed,
+        say=say,
     )
-    objective = _objective(head, pieces=pieces, losses=losses, precision=precision)
-    state = Trainer(
-        accelerator=accelerator,
-        objective=objective,
-        optimizer=adamw(objective, learning_rate=loop.learning_rate, betas=betas, weight_decay=weight_decay),
-        store=store,
-        heldout=[heldout[index] for index in range(min(evaluate_conversations, len(heldout)))],
-        settings=loop,
-        run_dir=out_dir,
-        tracker=_tracker(tracker, out_dir=out_dir, name=run_name, settings=asdict(loop), main=main),
-    ).train()
-    counts: dict[str, Any] = {"steps": state.step, "best_step": state.best_step}
-    if main:
-        counts |= _finish(out_dir, state=state, heldout=heldout, pieces=pieces, target_config=target_config, loop=loop)
-    _end(accelerator)
-    return counts
 
 
 def _accelerator(precision: Literal["bf16", "no"], *, threads: int | None) -> Accelerator:
@@ -138,7 +169,7 @@ def _finish(
     out_dir: Path,
     *,
     state: TrainingState,
-    heldout: FeatureStore,
+    heldout: Documents,
     pieces: TargetPieces,
     target_config: Any,
     loop: LoopSettings,
@@ -152,7 +183,7 @@ def _finish(
     readout_DH: Tensor = pieces.readout_VH.to(device)[head.draft_to_target_D].float()
     statistics = heldout_statistics(
         head,
-        (heldout[index] for index in range(len(heldout))),
+        in_order(heldout),
         embedding_VH=pieces.embedding_VH.float().to(device),
         target_readout_DH=readout_DH,
         num_tokens=loop.chain_length,

@@ -19,7 +19,7 @@ from eyas.heads.head import DraftHead
 from eyas.heads.initialise import HeadStart, freeze, new_head, require_start
 from eyas.heads.target import TargetPieces
 from eyas.heads.vocab import choose_draft_vocabulary, coverage, size_for_coverage
-from eyas.train.features.store import FeatureStore
+from eyas.train.features.documents import Documents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,8 @@ def start_head(
     target_dir: Path,
     target: Any,
     pieces: TargetPieces,
-    store: FeatureStore,
-    heldout: FeatureStore,
+    documents: Documents,
+    heldout: Documents,
     capture_layers: tuple[int, ...],
     stop_token_ids: Sequence[int],
     seed: int,
@@ -72,15 +72,15 @@ def start_head(
 
     Args:
         target: transformers configuration of the target.
-        store, heldout: features whose answers choose the draft vocabulary and judge its size.
-        capture_layers: layers in the store.
+        documents, heldout: training and held-out documents, whose answers choose the draft vocabulary and judge its size.
+        capture_layers: layers whose states the documents hold.
         say: takes a line that the user should read.
 
     Raises:
         ValueError: plan, target, store and `init_head` do not fit together.
     """
     layers = required_layers(plan, stored=capture_layers)
-    counts_V = store.answer_token_counts(vocab_size=target.vocab_size)
+    counts_V = documents.answer_token_counts(vocab_size=target.vocab_size)
 
     def vocabulary(size: int) -> Tensor:
         return choose_draft_vocabulary(counts_V, size=size, always=stop_token_ids)
@@ -117,7 +117,7 @@ def start_head(
     return head
 
 
-def _say_coverage(head: DraftHead, heldout: FeatureStore, *, say: Callable[[str], None]) -> None:
+def _say_coverage(head: DraftHead, heldout: Documents, *, say: Callable[[str], None]) -> None:
     answers_V = heldout.answer_token_counts(vocab_size=head.config.vocab_size)
     share = coverage(answers_V, draft_to_target_D=head.draft_to_target_D)
     say(
@@ -127,11 +127,11 @@ def _say_coverage(head: DraftHead, heldout: FeatureStore, *, say: Callable[[str]
 
 
 def required_layers(plan: HeadPlan, *, stored: tuple[int, ...]) -> tuple[int, ...]:
-    """Capture layers of the head, of a store that has `stored`: an EAGLE head reads none of them."""
+    """Capture layers of the head, of documents that hold `stored`: an EAGLE head reads none of them."""
     if plan.kind == "eagle":
         return ()
     if not stored:
-        raise ValueError("the feature store holds no captured layers, and an EAGLE-3 head reads them; extract again")
+        raise ValueError("the features hold no captured layers, and an EAGLE-3 head reads them; extract again")
     return stored
 
 

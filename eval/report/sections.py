@@ -6,6 +6,7 @@ from typing import Any
 
 from eyas.eval import latency
 from eyas.eval.report import conditions, plots, tables
+from eyas.eval.report.data import data_section
 from eyas.eval.report.document import Section, number, percent, table
 from eyas.eval.report.words import DATASET_NAMES, best_k_sentence, verdict_sentences
 from eyas.eval.verdict import MIN_STARTS
@@ -27,6 +28,7 @@ def all_sections(results: dict[str, Any]) -> list[Section]:
         conditions.configuration_section(results),
         conditions.failures_section(results),
         _loops(results),
+        data_section(results),
         conditions.training_section(results),
         conditions.identity_section(results),
         Section("Not measured here", bullets=results["not_measured"]),

@@ -1,10 +1,13 @@
-"""Conversation files: JSON lines (optionally gzipped), one conversation a line.
+"""Conversation files: JSON lines (optionally gzipped), one conversation a line, read one at a time.
 
     {"id": "...", "split": "train" | "heldout", "source": "...", "truncated": false,
-     "messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+     "messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}
 
-Only `messages` is required. A file without splits is split by a hash of the first user turn, so the same prompt
-always falls on the same side, whatever file it comes from.
+Only `messages` is required; what a message may hold is checked in train/data/messages.py. A conversation may end with a
+turn that nobody answered yet: it is a prompt. A file without splits is split by a hash of the first user turn, so the
+same prompt always falls on the same side, whatever file it comes from.
+
+Lines are read as bytes and decoded one by one, so that a line that is no UTF-8 costs that line and not the file.
 """
 
 from __future__ import annotations
@@ -12,16 +15,29 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import os
+import tempfile
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
-from eyas.heads.files import write_bytes
+import numpy as np
+import torch
+from torch import Tensor
+
+from eyas.heads.chat import Message
+from eyas.train.data.messages import BadConversation, check_messages, check_tools
 
 Split = Literal["train", "heldout"]
-ROLES = ("system", "user", "assistant")
-HELDOUT_PER_MILLE = 20
+OnBadLine = Literal["stop", "skip"]
+HELDOUT_SHARE = 0.02
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -32,96 +48,228 @@ class Conversation:
     split: Split
     source: str
     truncated: bool
-    messages: list[dict[str, str]]
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
 
 
-def hash_split(first_user_turn: str) -> Split:
-    """The side on which a prompt falls: 2 % of prompts, chosen by their hash, are held out of training."""
-    return "heldout" if prompt_hash(first_user_turn) % 1000 < HELDOUT_PER_MILLE else "train"
+def hash_split(first_user_turn: str, *, heldout_share: float = HELDOUT_SHARE) -> Split:
+    """The side on which a prompt falls: a share of all prompts, chosen by their hash, is held out of training."""
+    number = prompt_hash(first_user_turn)
+    # The last three digits decide, the next three refine shares below one in a thousand.
+    return "heldout" if number % 1000 + number // 1000 % 1000 / 1000 < heldout_share * 1000 else "train"
 
 
 def prompt_hash(text: str) -> int:
-    """A stable integer for a prompt, insensitive to case and spacing."""
-    return int(hashlib.sha256(" ".join(text.lower().split()).encode()).hexdigest()[:12], 16)
+    """A stable 48-bit integer for a prompt, insensitive to case and spacing."""
+    plain = " ".join(text.lower().split()).encode("utf-8", "surrogatepass")
+    return int(hashlib.sha256(plain).hexdigest()[:12], 16)
 
 
-def read_conversations(
-    path: Path, *, on_bad_line: Literal["stop", "skip"]
-) -> tuple[list[Conversation], dict[str, int]]:
-    """All conversations of a file, and counts of what was read and skipped.
+def first_user_turn(messages: Iterable[Message]) -> str:
+    """Text of the first user turn of a checked conversation."""
+    return next(message["content"] for message in messages if message["role"] == "user")
+
+
+def iterate_conversations(
+    path: Path, *, on_bad_line: OnBadLine, skipped: Counter[str] | None = None
+) -> Iterator[Conversation]:
+    """The conversations of a file in order, one in memory at a time.
+
+    Args:
+        skipped: with `on_bad_line` "skip", the number of lines left out is added here by reason.
 
     Raises:
-        ValueError: the file is missing, holds nothing usable, or a line is broken and `on_bad_line` is "stop".
+        ValueError: the file is missing or its compression broken, or a line is bad and `on_bad_line` is "stop".
     """
-    if not path.is_file():
-        raise ValueError(f"data.conversations: {path} does not exist; give a .jsonl or .jsonl.gz file of conversations")
-    conversations: list[Conversation] = []
-    bad = 0
-    for number, line in enumerate(_lines(path), start=1):
-        if not line.strip():
-            continue
+    for number, line in read_lines(path):
         try:
-            conversations.append(_parse(line, number=number))
-        except ValueError as error:
+            conversation = parse_line(line, number=number)
+        except BadConversation as error:
             if on_bad_line == "stop":
                 raise ValueError(
                     f"{path}, line {number}: {error}; mend the line, or set data.on_bad_line=skip to leave it out"
                 ) from error
-            bad += 1
+            if skipped is not None:
+                skipped[error.reason] += 1
+            continue
+        yield conversation
+
+
+def read_conversations(path: Path, *, on_bad_line: OnBadLine) -> tuple[list[Conversation], dict[str, int]]:
+    """All conversations of a small file, and counts of what was read and skipped.
+
+    Raises:
+        ValueError: as `iterate_conversations`, or the file holds nothing usable.
+    """
+    skipped: Counter[str] = Counter()
+    conversations = list(iterate_conversations(path, on_bad_line=on_bad_line, skipped=skipped))
     if not conversations:
-        raise ValueError(f"{path} holds no usable conversation ({bad} broken lines)")
-    return conversations, {"conversations_read": len(conversations), "lines_skipped": bad}
+        raise ValueError(f"{path} holds no usable conversation ({skipped.total()} broken lines)")
+    return conversations, {"conversations_read": len(conversations), "lines_skipped": skipped.total()}
 
 
-def write_conversations(path: Path, conversations: Sequence[Conversation]) -> None:
-    """Write a gzipped conversation file atomically, byte for byte the same for the same conversations."""
-    text = "".join(json.dumps(vars(conversation), ensure_ascii=False) + "\n" for conversation in conversations)
-    write_bytes(path, gzip.compress(text.encode(), compresslevel=9, mtime=0))
+def write_conversations(path: Path, conversations: Iterable[Conversation]) -> None:
+    """Write a conversation file atomically, gzipped if its name ends in .gz; equal conversations give equal bytes."""
+    write_records(path, map(to_record, conversations))
 
 
-def _lines(path: Path) -> Iterator[str]:
-    try:
+def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write JSON lines atomically, one record in memory at a time; gzipped if the name ends in .gz."""
+    with _atomic_stream(path) as raw:
         if path.suffix == ".gz":
-            with gzip.open(path, "rt", encoding="utf-8") as stream:
-                yield from stream
+            with gzip.GzipFile(filename="", mode="wb", fileobj=raw, compresslevel=9, mtime=0) as stream:
+                stream.writelines(map(encode_record, records))
         else:
-            with path.open(encoding="utf-8") as stream:
-                yield from stream
-    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
+            raw.writelines(map(encode_record, records))
+
+
+def encode_record(record: Mapping[str, Any]) -> bytes:
+    """One JSON line. NaN and infinity are refused: readers of other languages choke on them."""
+    return (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def to_record(conversation: Conversation) -> dict[str, Any]:
+    """The JSON object of a conversation; `tools` only where there are any."""
+    record = vars(conversation)
+    return record if conversation.tools is not None else {name: record[name] for name in record if name != "tools"}
+
+
+def line_offsets(path: Path) -> Tensor:
+    """Byte offset of every line of a plain .jsonl file that is not blank: int64 [n], for `read_at`.
+
+    Raises:
+        ValueError: the file is missing, or compressed (offsets into it would mean reading it from the start each time).
+    """
+    if path.suffix == ".gz":
         raise ValueError(
-            f"{path} cannot be read as text ({error}); is it a JSON lines file, gzipped if it ends in .gz?"
+            f"{path} is compressed, and lines of it cannot be found by offset; unpack it with gunzip first"
+        )
+    offsets, position = array("q"), 0
+    with _open(path) as stream:
+        for line in stream:
+            if line.strip():
+                offsets.append(position)
+            position += len(line)
+    return torch.from_numpy(np.array(offsets, dtype=np.int64))
+
+
+def read_at(stream: IO[bytes], offset: int, *, number: int | None = None) -> Conversation:
+    """The conversation of the line that begins at `offset` of an open plain file.
+
+    Args:
+        number: line number, which names a conversation without an id; None takes the offset.
+
+    Raises:
+        BadConversation: the line is no usable conversation.
+    """
+    stream.seek(offset)
+    return parse_line(stream.readline(), number=offset if number is None else number)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Number and bytes of every line that is not blank; .gz files are unpacked on the way.
+
+    Raises:
+        ValueError: the file is missing, or its compression is broken or cut short.
+    """
+    try:
+        with _open(path) as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield number, line
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(
+            f"{path} cannot be read as text ({error}); a gzipped file must end in .gz, be gzip, and be complete: "
+            "copy it again, or pack it anew"
         ) from error
 
 
-def _parse(line: str, *, number: int) -> Conversation:
+def parse_line(line: bytes, *, number: int) -> Conversation:
+    """The conversation of one line.
+
+    Raises:
+        BadConversation: it is none, with the reason.
+    """
+    return conversation_of(parse_json(line), default_id=str(number))
+
+
+def parse_json(line: bytes) -> dict[str, Any]:
+    """The JSON object of one line.
+
+    Raises:
+        BadConversation: no UTF-8, no JSON, or no object.
+    """
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON ({error})") from error
+        text = line.removeprefix(BYTE_ORDER_MARK).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadConversation("not_utf8", f"not valid UTF-8 ({error.reason} at byte {error.start})") from error
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:  # besides syntax: numbers of 4,300 digits, brackets nested too deep
+        raise BadConversation("not_json", f"not valid JSON ({error})") from error
     if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
-    messages = _check_messages(record.get("messages"))
-    first_user = next(message["content"] for message in messages if message["role"] == "user")
-    split = record.get("split", hash_split(first_user))
+        raise BadConversation("not_an_object", "not a JSON object")
+    return record
+
+
+def conversation_of(
+    record: Mapping[str, Any], *, default_id: str, default_source: str = "unknown", heldout_share: float = HELDOUT_SHARE
+) -> Conversation:
+    """Check a record in the form above and give it what it lacks.
+
+    Raises:
+        BadConversation: something in it cannot be used, with the reason.
+    """
+    messages = check_messages(record.get("messages"))
+    split = record.get("split")
+    if split is None:
+        split = hash_split(first_user_turn(messages), heldout_share=heldout_share)
     if split not in ("train", "heldout"):
-        raise ValueError(f"split is {split!r}, and must be 'train' or 'heldout'")
-    return Conversation(
-        id=str(record.get("id", number)),
+        raise BadConversation("bad_split", f"split is {split!r}, and must be 'train' or 'heldout'")
+    truncated = record.get("truncated")
+    if truncated not in (None, False, True):
+        raise BadConversation("bad_truncated", f"truncated is {truncated!r}, and must be true or false")
+    own_id, own_source = record.get("id"), record.get("source")
+    conversation = Conversation(
+        id=default_id if own_id is None else str(own_id),
         split=split,
-        source=str(record.get("source", "unknown")),
-        truncated=bool(record.get("truncated", False)),
+        source=default_source if own_source is None else str(own_source),
+        truncated=bool(truncated),
         messages=messages,
+        tools=check_tools(record.get("tools")),
     )
+    _check_writable(conversation)
+    return conversation
 
 
-def _check_messages(messages: Any) -> list[dict[str, str]]:
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("'messages' is missing or empty")
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise ValueError("a message is not an object with a text 'content'")
-        if message.get("role") not in ROLES:
-            raise ValueError(f"a message has the role {message.get('role')!r}, and must have one of {', '.join(ROLES)}")
-    if not any(message["role"] == "user" for message in messages):
-        raise ValueError("there is no user turn")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+def _check_writable(conversation: Conversation) -> None:
+    """Half of a surrogate pair, NaN and the like are legal in Python and JSON but not in what is written here."""
+    try:
+        encode_record(to_record(conversation))
+    except UnicodeEncodeError as error:
+        raise BadConversation("surrogates", "a text holds half of a surrogate pair, which is no character") from error
+    except (ValueError, RecursionError) as error:
+        raise BadConversation("not_json", f"not valid JSON ({error})") from error
+
+
+def _open(path: Path) -> gzip.GzipFile | BufferedReader:
+    if not path.is_file():
+        raise ValueError(f"data.conversations: {path} does not exist; give a .jsonl or .jsonl.gz file of conversations")
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+
+
+@contextmanager
+def _atomic_stream(path: Path) -> Iterator[IO[bytes]]:
+    """A stream whose bytes appear under `path` at once when the block ends without an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

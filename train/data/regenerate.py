@@ -1,257 +1,225 @@
 """Conversations whose every assistant turn the target wrote itself: `data.regenerate=true`.
 
 Acceptance is agreement with the target, so a head is trained on what the target says, not on what somebody else once
-answered. Training answers are sampled at a moderate temperature; held-out answers are greedy, because the quickstart
-scores greedy decoding and the held-out tau is exact only on text the target would produce in that mode.
+answered. Training answers are sampled; held-out answers are greedy unless asked otherwise, because greedy decoding is
+scored and the held-out tau is exact only on text that the target would produce in that mode.
 
-Answers that loop are dropped: a head learns nothing from them, and they make acceptance look better than it is. Their
-number is in the counts.
+The input is walked in chunks, and all turns of a chunk are answered before the next one is read, so memory does not grow
+with the input. A finished chunk is appended to the output, and a line in `chunks.jsonl` says how long the output then
+is. After a kill the output is cut back to the last such line, and the answers of the chunk that was under way lie in
+the files of its rounds (answers.py): nothing is lost and nothing is said twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from eyas.heads.chat import TargetChat
-from eyas.train.data.conversations import Conversation, prompt_hash, write_conversations
-from eyas.train.data.generate import GenerationRequest, generate
-from eyas.train.data.prompts import (
-    Prompt,
-    chatterbot_prompts,
-    chitchat_prompts,
-    deduplicate,
-    evals_prompts,
-    self_prompt_seeds,
-    usable,
-)
+from eyas.train.data.answers import Answer, Generate, remove_answers
+from eyas.train.data.conversations import Conversation, OnBadLine, encode_record, iterate_conversations
+from eyas.train.data.dialogues import Dialogue, Sampling, ask, open_dialogue, take
+from eyas.train.data.follow_ups import FollowUps, FollowUpWriter
+from eyas.train.data.user_turns import SELF_SOURCE
 
-OUTPUT_NAME = "conversations.jsonl.gz"
-SELF_PROMPT_TEMPERATURE = 0.9
-SELF_PROMPT_MIN_P = 0.05
-SELF_PROMPT_MAX_TOKENS = 80
-LOOP_NGRAM = 8
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """How the generation worker runs vLLM; none of these is meant to change what is said, only how fast."""
-
-    target_dir: Path
-    dtype: str
-    max_model_len: int
-    batch_size: int
-    seed: int
-    threads: int
-    kv_cache_gib: int
-
-
-@dataclass
-class _Dialogue:
-    """A conversation in the making: the next user turn is `turns[answered]`."""
-
-    id: str
-    prompt: Prompt
-    heldout: bool
-    messages: list[dict[str, str]]
-    answered: int = 0
-    truncated: bool = False
-    dropped: bool = False
-    history: list[str] = field(default_factory=list)
+OUTPUT_NAME = "conversations.jsonl"
+JOURNAL_NAME = "chunks.jsonl"
+CHUNK_CONVERSATIONS = 4000
+"""Conversations answered together: enough to keep a large batch busy, and some hundred megabytes of text and tokens."""
 
 
 def regenerate(
     out_dir: Path,
     *,
-    engine: EngineSettings,
-    topics: Path,
-    openers: Path,
-    self_prompts: int,
-    chitchat: int,
-    chatterbot: int,
-    evals: int,
-    heldout_prompts: int,
-    temperature: float,
-    min_p: float,
-    max_tokens: int,
-    max_repeated_8gram_share: float,
-    trust_remote_code: bool,
-) -> dict[str, int]:
-    """Write `conversations.jsonl.gz` into `out_dir`; a killed run continues where it stopped.
+    conversations: Path,
+    chat: TargetChat,
+    generate: Generate,
+    sampling: Sampling,
+    follow_ups: FollowUps | None = None,
+    on_bad_line: OnBadLine = "stop",
+    chunk_conversations: int = CHUNK_CONVERSATIONS,
+) -> dict[str, Any]:
+    """Write `conversations.jsonl` into `out_dir`; a killed run continues where it stopped.
 
     Args:
-        self_prompts: user turns for the target to write; chitchat, chatterbot, evals: prompts from those packages.
-        heldout_prompts: so many prompts, chosen by their hash, are answered greedily and kept out of training.
-        max_tokens: limit of one answer in tokens; longer ones are cut and marked.
-        max_repeated_8gram_share: an answer with a larger share of repeated 8-grams counts as a loop and is dropped.
+        conversations: what to rewrite; its assistant turns are not read, except to see whether a call was made again.
+        generate: the backend, which keeps its answers in `out_dir`.
+        follow_ups: how the target goes on after the last answer of a conversation whose prompt it wrote itself.
 
     Returns:
-        Counts of prompts, conversations, answer tokens and everything dropped.
+        Counts of what was written and of every dialogue that ended early, by reason ("dropped"); "failed" are requests
+        that no server would answer.
+
+    Raises:
+        ValueError: a broken input line, two conversations of one id, or nothing left at the end.
     """
-    chat = TargetChat(engine.target_dir, trust_remote_code=trust_remote_code)
-    own, counts = _self_written(
-        self_prompts, chat=chat, engine=engine, work_dir=out_dir, topics=_lines(topics), openers=_lines(openers)
-    )
-    packaged = [
-        *(chitchat_prompts(chitchat, seed=engine.seed) if chitchat else []),
-        *(chatterbot_prompts(chatterbot, seed=engine.seed) if chatterbot else []),
-        *(evals_prompts(evals, seed=engine.seed) if evals else []),
-    ]
-    prompts, dropped = deduplicate([*packaged, *own])
-    dialogues = _dialogues(prompts, heldout_prompts=heldout_prompts)
-    rounds = max(len(dialogue.prompt.turns) for dialogue in dialogues)
-    for turn in range(rounds):
-        _answer_round(
-            [dialogue for dialogue in dialogues if not dialogue.dropped and len(dialogue.prompt.turns) > turn],
-            turn=turn,
-            chat=chat,
-            engine=engine,
-            work_dir=out_dir,
-            temperature=temperature,
-            min_p=min_p,
-            max_tokens=max_tokens,
-            max_repeated_share=max_repeated_8gram_share,
-        )
-    finished = [dialogue for dialogue in dialogues if dialogue.answered]
-    write_conversations(out_dir / OUTPUT_NAME, [_conversation(dialogue) for dialogue in finished])
-    return {
-        **counts,
-        **dropped,
-        "prompts": len(prompts),
-        "conversations": len(finished),
-        "conversations_heldout": sum(dialogue.heldout for dialogue in finished),
-        "conversations_looping": sum(dialogue.dropped for dialogue in dialogues),
-        "answer_tokens": sum(len(chat.encode(text)) for dialogue in finished for text in dialogue.history),
-    }
-
-
-def repeated_ngram_share(token_ids: Sequence[int], *, n: int = LOOP_NGRAM) -> float:
-    """Share of the n-grams of `token_ids` that occurred before; 0 for texts shorter than two n-grams."""
-    ngrams = [tuple(token_ids[start : start + n]) for start in range(len(token_ids) - n + 1)]
-    return 0.0 if len(ngrams) < n else 1.0 - len(set(ngrams)) / len(ngrams)
-
-
-def _self_written(
-    count: int,
-    *,
-    chat: TargetChat,
-    engine: EngineSettings,
-    work_dir: Path,
-    topics: list[str],
-    openers: list[str],
-) -> tuple[list[Prompt], dict[str, int]]:
-    """User turns sampled from the bare user prefix; the topic's system prompt is not kept in the conversation."""
-    if not count:
-        return [], {}
-    seeds = self_prompt_seeds(count, topics=topics, openers=openers, seed=engine.seed)
-    requests = [
-        GenerationRequest(
-            id=f"self-{index:06d}",
-            token_ids=chat.encode(chat.user_turn_prefix(system=seed.system) + seed.opener),
-            temperature=SELF_PROMPT_TEMPERATURE,
-            min_p=SELF_PROMPT_MIN_P,
-            max_tokens=SELF_PROMPT_MAX_TOKENS,
-        )
-        for index, seed in enumerate(seeds)
-    ]
-    answers = _generate(requests, name="self-prompts", chat=chat, engine=engine, work_dir=work_dir)
-    texts = [
-        (seed.opener + chat.decode(answers[request.id]["token_ids"])).strip()
-        for seed, request in zip(seeds, requests, strict=True)
-        if answers[request.id]["finish_reason"] == "stop"
-        and repeated_ngram_share(answers[request.id]["token_ids"]) < 0.1
-    ]
-    prompts = [Prompt(source="self", system=None, turns=[text]) for text in texts if usable(text)]
-    return prompts, {"self_prompts_sampled": len(requests), "self_prompts_usable": len(prompts)}
-
-
-def _dialogues(prompts: Sequence[Prompt], *, heldout_prompts: int) -> list[_Dialogue]:
-    by_hash = sorted(range(len(prompts)), key=lambda index: prompt_hash(prompts[index].turns[0]))
-    heldout = set(by_hash[:heldout_prompts])
-    return [
-        _Dialogue(
-            id=f"{prompt.source}-{index:06d}",
-            # A held-out conversation has one turn: it is the prompt that scoring sends to the server.
-            prompt=replace(prompt, turns=prompt.turns[:1]) if index in heldout else prompt,
-            heldout=index in heldout,
-            messages=[] if prompt.system is None else [{"role": "system", "content": prompt.system}],
-        )
-        for index, prompt in enumerate(prompts)
-    ]
-
-
-def _answer_round(
-    dialogues: Sequence[_Dialogue],
-    *,
-    turn: int,
-    chat: TargetChat,
-    engine: EngineSettings,
-    work_dir: Path,
-    temperature: float,
-    min_p: float,
-    max_tokens: int,
-    max_repeated_share: float,
-) -> None:
-    """Let the target answer turn number `turn` of each dialogue, and drop what loops."""
-    requests = []
-    asked = [dialogue for dialogue in dialogues if not dialogue.truncated]
-    for dialogue in asked:
-        dialogue.messages.append({"role": "user", "content": dialogue.prompt.turns[turn]})
-        requests.append(
-            GenerationRequest(
-                id=f"{dialogue.id}-{turn}",
-                token_ids=chat.prompt_ids(dialogue.messages),
-                temperature=0.0 if dialogue.heldout else temperature,
-                min_p=min_p,
-                max_tokens=max_tokens,
+    journal = _Journal(out_dir)
+    counts = journal.resume()
+    writer = None
+    if follow_ups is not None:
+        writer = FollowUpWriter(chat, follow_ups=follow_ups, max_model_len=sampling.max_model_len)
+    skipped: Counter[str] = Counter()
+    rows = iterate_conversations(conversations, on_bad_line=on_bad_line, skipped=skipped)
+    for number, chunk in enumerate(_chunks(rows, size=chunk_conversations)):
+        prefix = f"chunk-{number:05d}-"
+        if number >= journal.chunks:
+            dialogues = _open(chunk, sampling=sampling, follow_ups=follow_ups)
+            _answer_all(
+                dialogues, prefix=prefix, chat=chat, generate=generate, sampling=sampling, writer=writer, counts=counts
             )
+            _count_chunk(dialogues, counts=counts)
+            journal.append([_line(dialogue) for dialogue in dialogues if dialogue.answered], counts=counts)
+        remove_answers(out_dir, prefix=prefix)
+    if not counts["conversations"]:
+        raise ValueError(
+            f"nothing is left of {conversations}: every dialogue ended before its first answer, "
+            f"for these reasons: {_nested(counts).get('dropped', {})}; see data.generation"
         )
-    answers = _generate(requests, name=f"answers-{turn}", chat=chat, engine=engine, work_dir=work_dir)
-    for dialogue, request in zip(asked, requests, strict=True):
-        _take_answer(dialogue, answers[request.id], chat=chat, max_repeated_share=max_repeated_share)
+    return {**_nested(counts), "lines_skipped": dict(skipped)}
 
 
-def _take_answer(dialogue: _Dialogue, answer: dict[str, Any], *, chat: TargetChat, max_repeated_share: float) -> None:
-    text = chat.decode(answer["token_ids"])
-    if repeated_ngram_share(answer["token_ids"]) > max_repeated_share or not text.strip():
-        dialogue.messages.pop()  # the unanswered user turn; earlier turns of the dialogue stay
-        dialogue.dropped = True
-        return
-    dialogue.messages.append({"role": "assistant", "content": text})
-    dialogue.history.append(text)
-    dialogue.answered += 1
-    dialogue.truncated = answer["finish_reason"] == "length"
+def _open(chunk: Sequence[Conversation], *, sampling: Sampling, follow_ups: FollowUps | None) -> list[Dialogue]:
+    repeated = [name for name, times in Counter(row.id for row in chunk).items() if times > 1]
+    if repeated:
+        raise ValueError(
+            f"two conversations have the id {repeated[0]!r}, and answers are kept by id; give each conversation its own"
+        )
+    more = 0 if follow_ups is None else follow_ups.count
+    return [open_dialogue(row, sampling=sampling, follow_ups=more if row.source == SELF_SOURCE else 0) for row in chunk]
 
 
-def _conversation(dialogue: _Dialogue) -> Conversation:
-    return Conversation(
-        id=dialogue.id,
-        split="heldout" if dialogue.heldout else "train",
-        source=dialogue.prompt.source,
-        truncated=dialogue.truncated,
-        messages=dialogue.messages,
-    )
+def _answer_all(
+    dialogues: Sequence[Dialogue],
+    *,
+    prefix: str,
+    chat: TargetChat,
+    generate: Generate,
+    sampling: Sampling,
+    writer: FollowUpWriter | None,
+    counts: Counter[str],
+) -> None:
+    """Round after round, until no dialogue of the chunk waits for anything."""
+    for turn in range(1 << 30):
+        asked = [
+            (dialogue, ask(dialogue, chat=chat, sampling=sampling))
+            for dialogue in dialogues
+            if dialogue.waits_for_answer
+        ]
+        requests = {request.id: (dialogue, request) for dialogue, request in asked if request is not None}
+        if not requests:
+            return
+        answers = generate([request for _, request in requests.values()], f"{prefix}{turn:02d}-answers")
+        for name, (dialogue, _) in requests.items():
+            _count_answer(answers[name], counts=counts)
+            take(dialogue, answers[name], chat=chat, sampling=sampling)
+        waiting = [dialogue for dialogue in dialogues if dialogue.waits_for_user]
+        if writer is not None and waiting:
+            writer.go_on(waiting, name=f"{prefix}{turn:02d}-users", generate=generate)
 
 
-def _generate(
-    requests: list[GenerationRequest], *, name: str, chat: TargetChat, engine: EngineSettings, work_dir: Path
-) -> dict[str, dict[str, Any]]:
-    return generate(
-        requests,
-        work_dir=work_dir,
-        name=name,
-        target_dir=engine.target_dir,
-        stop_token_ids=chat.stop_token_ids,
-        max_model_len=engine.max_model_len,
-        batch_size=engine.batch_size,
-        dtype=engine.dtype,
-        seed=engine.seed,
-        threads=engine.threads,
-        kv_cache_gib=engine.kv_cache_gib,
-    )
+class _Journal:
+    """The output file and the line about it after each chunk: {"chunks", "bytes", "counts"}, all cumulative."""
+
+    def __init__(self, out_dir: Path) -> None:
+        self.output = out_dir / OUTPUT_NAME
+        self.journal = out_dir / JOURNAL_NAME
+        self.chunks = 0
+
+    def resume(self) -> Counter[str]:
+        """Cut both files back to the last chunk that is whole in both; the counts up to there."""
+        size = self.output.stat().st_size if self.output.is_file() else 0
+        lines = [line for line in _whole_lines(self.journal) if line["bytes"] <= size]
+        last = lines[-1] if lines else {"chunks": 0, "bytes": 0, "counts": {}}
+        self.chunks = last["chunks"]
+        self.output.touch()
+        os.truncate(self.output, last["bytes"])
+        self.journal.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        return Counter(last["counts"])
+
+    def append(self, rows: Sequence[dict[str, Any]], *, counts: Counter[str]) -> None:
+        """Add a chunk; it counts once its line stands in the journal."""
+        with self.output.open("ab") as stream:
+            stream.writelines(map(encode_record, rows))
+            stream.flush()
+            os.fsync(stream.fileno())
+        self.chunks += 1
+        line = {"chunks": self.chunks, "bytes": self.output.stat().st_size, "counts": dict(counts)}
+        with self.journal.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """Lines of a journal up to the first that a kill or a power cut spoilt."""
+    found: list[dict[str, Any]] = []
+    content = path.read_bytes() if path.is_file() else b""
+    for line in content.splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
+
+
+def _chunks(rows: Iterable[Conversation], *, size: int) -> Iterator[list[Conversation]]:
+    chunk: list[Conversation] = []
+    for row in rows:
+        chunk.append(row)
+        if len(chunk) == size:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def _line(dialogue: Dialogue) -> dict[str, Any]:
+    """A line of a conversation file, and the temperature at which its answers were sampled."""
+    row = {
+        "id": dialogue.id,
+        "split": dialogue.split,
+        "source": dialogue.source,
+        "truncated": dialogue.truncated,
+        "temperature": dialogue.temperature,
+        "messages": dialogue.messages,
+    }
+    return row if dialogue.tools is None else {**row, "tools": dialogue.tools}
+
+
+def _count_answer(answer: Answer, *, counts: Counter[str]) -> None:
+    counts[f"finish_reasons/{answer['finish_reason']}"] += 1
+    counts["answers_retokenised"] += bool(answer.get("retokenised"))
+
+
+def _count_chunk(dialogues: Sequence[Dialogue], *, counts: Counter[str]) -> None:
+    for dialogue in dialogues:
+        counts["conversations_read"] += 1
+        if dialogue.ended is not None:
+            counts[f"dropped/{dialogue.ended}"] += 1
+        if not dialogue.answered:
+            counts["conversations_without_answer"] += 1
+            continue
+        counts["conversations"] += 1
+        counts["conversations_heldout"] += dialogue.split == "heldout"
+        counts["conversations_truncated"] += dialogue.truncated
+        counts["answers"] += dialogue.answered
+        counts["answer_tokens"] += sum(len(message.get("token_ids", ())) for message in dialogue.messages)
+        counts[f"temperatures/{dialogue.temperature:g}"] += 1
+
+
+def _nested(counts: Counter[str]) -> dict[str, Any]:
+    """Counts whose names have the form "group/name" become a dictionary each."""
+    nested: dict[str, Any] = {}
+    for name, value in counts.items():
+        group, separator, key = name.partition("/")
+        if separator:
+            nested.setdefault(group, {})[key] = value
+        else:
+            nested[name] = value
+    return nested

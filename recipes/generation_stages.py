@@ -1,0 +1,153 @@
+"""The stages in which the target writes: user turns of its own, and every answer anew.
+
+Batch sizes and servers are left out of `settings`: they decide how fast an answer comes and not what it is made from.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eyas.heads.files import fingerprint_file
+from eyas.recipes.generation import backend, engine_settings, generation_length, target_chat
+from eyas.recipes.load import resolve_builtin
+from eyas.recipes.run import CONVERSATIONS_FILE, EVALUATION_PROMPTS, STATES_DIRECTORY, Run
+from eyas.recipes.stage import Stage, without
+from eyas.recipes.train_stages import captured_layers, store_settings
+
+if TYPE_CHECKING:
+    from eyas.train.data.user_turns import UserTurnSettings
+
+SYNTHESISED = "prompts.jsonl"
+
+
+def synthesise_stage(run: Run) -> Stage:
+    """The target writes user turns, in vLLM or on servers."""
+    own = run.recipe.data.self_prompts
+    topics, openers = _lines(own.topics), _lines(own.openers)
+
+    def body(out_dir: Path) -> dict[str, Any]:
+        from eyas.train.data.synthesise import synthesise
+
+        chat = target_chat(run)
+        with backend(run, chat=chat, work_dir=out_dir) as generate:
+            return synthesise(
+                out_dir,
+                chat=chat,
+                generate=generate,
+                count=own.count,
+                settings=_user_turns(run),
+                topics=topics,
+                openers=openers,
+            )
+
+    settings = without(own.model_dump(mode="json"), {"topics", "openers"}) | {
+        "topics": topics,
+        "openers": openers,
+        "engine": engine_settings(run),
+    }
+    return Stage(name="synthesise", settings=settings, inputs={"target": run.target_fingerprint}, body=body)
+
+
+def _user_turns(run: Run) -> UserTurnSettings:
+    from eyas.train.data.user_turns import UserTurnSettings
+
+    own = run.recipe.data.self_prompts
+    return UserTurnSettings(
+        temperature=own.temperature,
+        min_p=own.min_p,
+        max_tokens=own.max_tokens,
+        min_characters=own.min_characters,
+        max_characters=own.max_characters,
+        languages=own.languages,
+        seed=own.seed,
+    )
+
+
+def regenerate_stage(run: Run) -> Stage:
+    """The target answers every assistant turn anew, in vLLM or on servers."""
+    data, generation = run.recipe.data, run.recipe.data.generation
+    collected = run.directory("collect")
+
+    def body(out_dir: Path) -> dict[str, Any]:
+        from eyas.train.data.dialogues import Sampling
+        from eyas.train.data.follow_ups import FollowUps
+        from eyas.train.data.regenerate import regenerate
+
+        chat = target_chat(run)
+        temperature = generation.temperature
+        sampling = Sampling(
+            temperatures=temperature if isinstance(temperature, tuple) else (temperature,),
+            heldout_temperature=generation.heldout_temperature,
+            top_p=generation.top_p,
+            top_k=generation.top_k or 0,
+            min_p=generation.min_p,
+            max_tokens=generation.max_tokens,
+            max_model_len=generation_length(run),
+            max_repeated_share=generation.max_repeated_8gram_share,
+            truncated=generation.truncated,
+            seed=generation.seed,
+        )
+        follow_ups = FollowUps(
+            count=generation.follow_ups,
+            user_turns=_user_turns(run),
+            evaluation_prompts=collected / EVALUATION_PROMPTS if data.guard.enabled else None,
+            ngram=data.guard.ngram,
+        )
+        states = _states_settings(run, out_dir) if generation.keep_states else None
+        with backend(run, chat=chat, work_dir=out_dir, states=states) as generate:
+            return regenerate(
+                out_dir,
+                conversations=collected / CONVERSATIONS_FILE,
+                chat=chat,
+                generate=generate,
+                sampling=sampling,
+                follow_ups=follow_ups if generation.follow_ups else None,
+                on_bad_line=data.on_bad_line,
+            )
+
+    speed = {"batch_size", "servers", "tensor_parallel_size", "dtype", "max_model_len"}
+    settings = {
+        "generation": without(generation.model_dump(mode="json"), speed),
+        "user_turns": data.self_prompts.model_dump(mode="json") if generation.follow_ups else None,
+        "engine": engine_settings(run),
+        "states": [store_settings(run), captured_layers(run)] if generation.keep_states else None,
+    }
+    inputs = {
+        "target": run.target_fingerprint,
+        "conversations": fingerprint_file(collected / CONVERSATIONS_FILE),
+        "evaluation_prompts": fingerprint_file(collected / EVALUATION_PROMPTS),
+    }
+    return Stage(name="regenerate", settings=settings, inputs=inputs, body=body, describe=_describe_answers)
+
+
+def _describe_answers(counts: dict[str, Any]) -> list[str]:
+    dropped = ", ".join(f"{number} {reason}" for reason, number in counts.get("dropped", {}).items() if number)
+    return [
+        f"{counts['conversations']} conversations answered, {counts['answer_tokens']} answer tokens"
+        + (f"; ended early or dropped: {dropped}" if dropped else "")
+    ]
+
+
+def _states_settings(run: Run, out_dir: Path) -> dict[str, Any]:
+    """What the engine needs to keep the states of its answers."""
+    from eyas.recipes.store_form import store_form
+    from eyas.train.features.states import generation_states_settings
+
+    return generation_states_settings(
+        out_dir / STATES_DIRECTORY,
+        target_dir=run.target_dir,
+        capture_layers=captured_layers(run),
+        dtype=run.recipe.features.dtype,
+        form=store_form(run.recipe),
+        trust_remote_code=run.recipe.target.trust_remote_code,
+    )
+
+
+def _lines(reference: str | None) -> list[str]:
+    if reference is None:
+        return []
+    path = resolve_builtin(reference)
+    if not path.is_file():
+        raise ValueError(f"data.self_prompts: no file {path}; name a text file with one entry a line, or null")
+    return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

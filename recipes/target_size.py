@@ -1,0 +1,72 @@
+"""Sizes of a target from its config alone: the model is built on torch's meta device, where weights take no memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSize:
+    """What estimates need to know of a target. Parameters are counts, `active` those a token meets in the decoder."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    parameters: int
+    active_parameters: int
+    weight_bytes: int
+
+
+def read_target_size(target_dir: Path, *, dtype: str, trust_remote_code: bool) -> TargetSize:
+    """Sizes of the target described by `target_dir/config.json`; weight files count as they lie on disk, if they do.
+
+    Raises:
+        ValueError: transformers does not know the model, or its config lacks a size.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from eyas.heads.config import load_target_config
+    from eyas.heads.target import DTYPES
+
+    config = load_target_config(target_dir, trust_remote_code=trust_remote_code)
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{target_dir}/config.json: transformers cannot build this model ({error}); is it a decoder-only language model?"
+        ) from error
+    values: dict[str, Any] = config.to_dict()
+    total = sum(parameter.numel() for parameter in model.parameters())
+    on_disk = sum(path.stat().st_size for path in target_dir.glob("*.safetensors"))
+    heads = values["num_attention_heads"]
+    return TargetSize(
+        hidden_size=values["hidden_size"],
+        vocab_size=values["vocab_size"],
+        num_layers=values["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=values.get("num_key_value_heads") or heads,
+        head_dim=values.get("head_dim") or values["hidden_size"] // heads,
+        parameters=total,
+        active_parameters=_active(model, values),
+        weight_bytes=on_disk or total * DTYPES[dtype].itemsize,
+    )
+
+
+def _active(model: Any, values: dict[str, Any]) -> int:
+    """Decoder parameters that one token is multiplied with: of experts, only those it is routed to."""
+    decoder = model.get_decoder()
+    embedding = {id(parameter) for parameter in decoder.get_input_embeddings().parameters()}
+    experts = values.get("num_local_experts") or values.get("num_experts") or values.get("n_routed_experts") or 0
+    share = values.get("num_experts_per_tok", experts) / experts if experts else 1.0
+    count = 0.0
+    for name, parameter in decoder.named_parameters():
+        if id(parameter) not in embedding:
+            count += parameter.numel() * (share if ".experts." in name else 1.0)
+    return round(count)
