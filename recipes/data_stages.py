@@ -96,6 +96,7 @@ def prepare_stage(run: Run) -> Stage:
     def body(out_dir: Path) -> dict[str, Any]:
         from eyas.train.data.prepare import prepare
 
+        _require_context(run)
         return prepare(
             out_dir,
             target_dir=run.target_dir,
@@ -120,3 +121,16 @@ def prepare_stage(run: Run) -> Stage:
     }
     inputs = {"target": run.target_fingerprint, "conversations": fingerprint_file(run.conversations)}
     return Stage(name="prepare", settings=settings, inputs=inputs, body=body)
+
+
+def _require_context(run: Run) -> None:
+    """Tokens beyond the target's positions would have states that no server ever computes."""
+    from eyas.heads.config import load_target_config
+
+    config = load_target_config(run.target_dir, trust_remote_code=run.recipe.target.trust_remote_code).to_dict()
+    positions, wanted = config.get("max_position_embeddings"), run.recipe.data.max_length
+    if positions is not None and wanted > positions:
+        raise ValueError(
+            f"data.max_length: {wanted} tokens are more than the {positions} positions of the target; set it to "
+            f"{positions} or less"
+        )

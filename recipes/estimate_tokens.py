@@ -64,7 +64,7 @@ def _prepared(run: Run) -> TokenEstimate | None:
     counts = read_manifest(directory)["counts"]
     total, answers, conversations = (
         sum(counts[f"{split}_{what}"] for split in ("train", "heldout"))
-        for what in ("tokens", "answer_tokens", "conversations")
+        for what in ("tokens", "answer_tokens", "documents")
     )
     return TokenEstimate(
         tokens=Tokens(total=total, answers=answers), conversations=conversations, how="counted by the prepare stage"

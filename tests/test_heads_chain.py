@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from eyas.heads.drafting import draft_from_slots, draft_one_chain
 from eyas.heads.head import DraftHead
+from eyas.heads.slots import teacher_positions
 from eyas.train.batches import TrainingDocument, states_of, training_document
-from eyas.train.features.store import Document
+from eyas.train.features.documents import Document
+from eyas.train.features.teacher import HiddenTeacher
 from eyas.train.objective import dense_hidden_states, trained_hidden_states
 from tests.tiny import VARIANTS, head_config, random_head
 
@@ -20,12 +24,9 @@ MASK[20:29] = True
 
 def _document(*, seed: int = 0) -> Document:
     generator = torch.Generator().manual_seed(seed)
-    return Document(
-        token_ids_T=torch.randint(0, V, (LENGTH,), generator=generator),
-        answer_mask_T=MASK,
-        captured_TX=torch.randn(LENGTH, 3 * H, generator=generator),
-        last_TH=torch.randn(LENGTH, H, generator=generator),
-    )
+    token_ids = torch.randint(0, V, (LENGTH,), generator=generator)
+    captured, last = torch.randn(LENGTH, 3 * H, generator=generator), torch.randn(LENGTH, H, generator=generator)
+    return Document(token_ids, MASK, captured, last, HiddenTeacher(last[teacher_positions(MASK)]))
 
 
 def _training_document(head: DraftHead, num_steps: int, *, document: Document | None = None) -> TrainingDocument:
@@ -120,7 +121,7 @@ def test_the_chain_drafter_is_training_teacher_forced_on_its_own_tokens(variant:
     )
     own = document.token_ids_T.clone()
     own[slot + 2 : slot + 2 + num_tokens] = torch.tensor(draft)
-    forced = _training_document(head, num_tokens, document=Document(own, MASK, document.captured_TX, document.last_TH))
+    forced = _training_document(head, num_tokens, document=replace(document, token_ids_T=own))
     outputs = trained_hidden_states(head, forced, embedding_VH=embedding, num_steps=num_tokens)
     row = [int((slots == slot).nonzero()) for slots in forced.slots]
     trained = [
@@ -156,7 +157,7 @@ def test_a_window_hides_what_lies_behind_it() -> None:
     document = _document()
 
     def outputs(captured_TX: torch.Tensor) -> list[torch.Tensor]:
-        changed = Document(document.token_ids_T, MASK, captured_TX, document.last_TH)
+        changed = replace(document, captured_TX=captured_TX)
         chains = _training_document(head, 3, document=changed)
         steps = trained_hidden_states(head, chains, embedding_VH=embedding, num_steps=3)
         return [step[int((slots == 10).nonzero())] for step, slots in zip(steps, chains.slots, strict=True)]

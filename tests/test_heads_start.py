@@ -54,10 +54,15 @@ def test_a_head_initialised_from_the_target_is_its_last_layer_run_early(tiny_tar
     capture = HiddenStateCapture(load_target_model(tiny_target, dtype=torch.float32), capture_layers=layers)
     captured_BTX, last_BTH = capture(torch.arange(3, 20)[None])
     from eyas.train.batches import TrainingDocument
+    from eyas.train.features.teacher import HiddenTeacher
     from eyas.train.objective import trained_hidden_states
 
     document = TrainingDocument(
-        next_ids_T=torch.arange(4, 21), states_TX=captured_BTX[0], last_TH=last_BTH[0], slots=[torch.arange(17)]
+        next_ids_T=torch.arange(4, 21),
+        states_TX=captured_BTX[0],
+        slots=[torch.arange(17)],
+        teacher=HiddenTeacher(last_BTH[0]),
+        targets=[torch.arange(17)],
     )
     with torch.inference_mode():
         (output_TH,) = trained_hidden_states(head, document, embedding_VH=pieces.embedding_VH, num_steps=1)

@@ -34,7 +34,7 @@ def test_a_recipe_is_found_by_name_and_by_path(reference: str | Path) -> None:
 
 
 def test_a_missing_recipe_names_the_nearest() -> None:
-    assert f"did you mean {QUICKSTART} or smollm2-135m-eagle-cpu?" in error_of("smollm-135m-eagle3")
+    assert f"did you mean {QUICKSTART} or smollm2-135m-eagle-cpu or" in error_of("smollm-135m-eagle3")
     assert "eyas recipes ls" in error_of("qqqq")
 
 

@@ -166,6 +166,9 @@ def test_local_files_are_sampled(tmp_path: Path) -> None:
     assert code == 0, stderr
     sampled = next(line for line in stdout.splitlines() if line.startswith("tokens:"))
     assert "in 34 conversations, estimated from 34 conversations of the local files" in sampled
+    code, _, stderr = eyas("prepare", QUICKSTART, *overrides, "data.max_length=513")
+    assert code == 2
+    assert "513 tokens are more than the 512 positions of the target" in stderr
     code, _, stderr = eyas("prepare", QUICKSTART, *overrides)
     assert code == 0, stderr
     counted = next(line for line in eyas("plan", QUICKSTART, *overrides)[1].splitlines() if line.startswith("tokens:"))

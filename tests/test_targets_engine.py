@@ -119,7 +119,7 @@ def _write_target(name: str, directory: Path) -> Path:
 def _prompts(target: Path, conversations: Path) -> list[list[int]]:
     chat = TargetChat(target)
     rows, _ = read_conversations(conversations, on_bad_line="stop")
-    return [list(chat.encode_conversation(row.messages).token_ids)[:20] for row in rows[:8]]
+    return [chat.encode_conversation(row.messages)[0].token_ids[:20] for row in rows[:8]]
 
 
 def _trained_case(name: str, directory: Path) -> dict[str, Any]:

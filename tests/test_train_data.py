@@ -222,7 +222,7 @@ def test_missing_and_useless_files_are_one_line_errors(tmp_path: Path, tiny_targ
 
 def test_a_split_without_a_usable_answer_is_an_error(tmp_path: Path, tiny_target: Path) -> None:
     path = tiny.write_conversation_file(tmp_path / "c.jsonl")
-    with pytest.raises(ValueError, match=r"the train split .*raise data\.max_length"):
+    with pytest.raises(ValueError, match=r"the train split .*raise data\.heldout_share"):
         _prepare(tmp_path / "out", tiny_target, path, max_length=10)
     path = tiny.write_conversation_file(tmp_path / "c.jsonl", heldout=0)
     with pytest.raises(ValueError, match="the heldout split"):

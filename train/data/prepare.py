@@ -183,8 +183,10 @@ class _SplitEncoder:
             encoded = self._chat.encode_conversation(row.messages, truncated=row.truncated, tools=row.tools)
         except ValueError as error:
             if self._on_bad_line == "stop":
+                answered = any(message["role"] == "assistant" for message in row.messages)
+                mend = "" if answered else "data.regenerate=true to let the target answer it, or "
                 raise ValueError(
-                    f"conversation {row.id!r}: {error}; set data.on_bad_line=skip to leave it out"
+                    f"conversation {row.id!r}: {error}; set {mend}data.on_bad_line=skip to leave it out"
                 ) from error
             self._counts["conversations_unusable"] += 1
             return
@@ -230,5 +232,5 @@ def _require_documents(split: str, documents: int) -> None:
     if not documents:
         raise ValueError(
             f"the {split} split has no conversation with an answer of two tokens or more; add conversations, give some "
-            f'of them "split": "{split}", or raise data.max_length'
+            f'of them "split": "{split}", or raise data.heldout_share or data.max_length'
         )

@@ -124,7 +124,7 @@ class TargetStates:
         self._capture = HiddenStateCapture(model.to(self._device), capture_layers=identity.capture_layers)
         readout_VH = None
         if identity.form.teacher == "top-k":
-            readout_VH = load_target_pieces(settings.target_dir).readout_VH.to(self._device, dtype)
+            readout_VH = load_target_pieces(settings.target_dir).readout_VH.to(self._device)
         self._encoder = DocumentEncoder(identity.form, num_layers=len(identity.capture_layers), readout_VH=readout_VH)
         self._tokens: dict[Split, Tokens] = {}
 

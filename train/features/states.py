@@ -78,7 +78,7 @@ class StateEncoder:
         self._norm = load_final_norm(target_dir, dtype=dtype, trust_remote_code=trust_remote_code).to(device)
         readout_VH = None
         if identity.form.teacher == "top-k":
-            readout_VH = load_target_pieces(target_dir).readout_VH.to(device, dtype)
+            readout_VH = load_target_pieces(target_dir).readout_VH.to(device)
         self._encoder = DocumentEncoder(identity.form, num_layers=len(self._columns), readout_VH=readout_VH)
 
     @torch.inference_mode()
