@@ -126,11 +126,11 @@ def _is_message(message: Any) -> bool:
 
 
 def _first_turn(messages: list[Message]) -> list[Message]:
-    """The first user message and the system message before it, if any; empty when no user speaks."""
+    """The first user message and the system messages before it; empty when no user speaks."""
     for index, message in enumerate(messages):
         if message["role"] == "user":
             systems = [earlier for earlier in messages[:index] if earlier["role"] in ("system", "developer")]
-            return [*systems[:1], message]
+            return [*systems, message]
     return []
 
 

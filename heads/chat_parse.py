@@ -1,7 +1,8 @@
 """What an answer says, out of the tokens that the target wrote: text, and reasoning in the families that mark it.
 
 Two forms are known: `<think> ... </think>` before the text (Qwen3, DeepSeek, SmolLM3), and channels (gpt-oss: analysis
-is reasoning, final is the text). Tool calls stay in the text as the target wrote them.
+is reasoning, final is the text). Tool calls are not unpacked: they stay in the text, without the special tokens around
+them, and whole in `token_ids`.
 """
 
 from __future__ import annotations

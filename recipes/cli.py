@@ -81,19 +81,28 @@ def main() -> None:
 
 @app.command()
 def run(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
-    """Do everything: prepare, extract, train, export, score, report. What stands is skipped."""
+    """Do everything: data, features, training, export, score, report. What stands is skipped."""
     _run_and_show(recipe, overrides)
 
 
 @app.command()
 def prepare(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
-    """Turn conversations into token ids with an answer mask."""
+    """Collect conversations, let the target answer them if asked, and make token ids with an answer mask."""
     _run_stages(recipe, overrides, last="prepare")
 
 
 @app.command()
-def extract(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
-    """Run up to the target's hidden states."""
+def extract(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    join: Annotated[bool, typer.Option("--join", help="Help an extraction that another process has begun.")] = False,
+) -> None:
+    """Run up to the target's hidden states. With --join: take shards of a running extraction, on another GPU or node."""
+    if join:
+        from eyas.recipes.join import join_extraction
+
+        join_extraction(_load(recipe, overrides), say=typer.echo)
+        return
     _run_stages(recipe, overrides, last="extract")
 
 

@@ -82,10 +82,17 @@ def _describe_collection(counts: dict[str, Any]) -> list[str]:
     lines = []
     for name, found in counts["sources"].items():
         dropped = ", ".join(f"{number} {reason}" for reason, number in found["dropped"].items() if number)
+        left = found["not_needed"]
         lines.append(
             f"{name} ({found['schema']}): {found['kept']} of {found['read']} conversations kept"
             + (f"; dropped: {dropped}" if dropped else "")
+            + (f"; {'more' if left is None else left} not needed" if left != 0 else "")
         )
+    guard = counts["guard"]
+    lines.append(
+        f"guard: {guard['exact'] + guard['ngram']} training conversations overlap one of {guard['evaluation_prompts']} "
+        "evaluation prompts and were removed"
+    )
     return lines
 
 
@@ -110,17 +117,22 @@ def prepare_stage(run: Run) -> Stage:
             seed=run.recipe.seed,
         )
 
-    settings = {
+    inputs = {"target": run.target_fingerprint, "conversations": fingerprint_file(run.conversations)}
+    return Stage(name="prepare", settings=prepare_settings(run), inputs=inputs, body=body)
+
+
+def prepare_settings(run: Run) -> dict[str, Any]:
+    """What decides the tokens, besides the conversations and the target."""
+    data = run.recipe.data
+    return {
         "max_length": data.max_length,
         "too_long": data.too_long,
         "max_train_tokens": data.max_train_tokens,
         "on_bad_line": data.on_bad_line,
-        "trust_remote_code": target.trust_remote_code,
+        "trust_remote_code": run.recipe.target.trust_remote_code,
         "template_options": data.template_options,
         "seed": run.recipe.seed,
     }
-    inputs = {"target": run.target_fingerprint, "conversations": fingerprint_file(run.conversations)}
-    return Stage(name="prepare", settings=settings, inputs=inputs, body=body)
 
 
 def _require_context(run: Run) -> None:

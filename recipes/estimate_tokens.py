@@ -1,17 +1,18 @@
-"""How many tokens a recipe's conversations have, and how many of them are answers: counted, sampled or bounded."""
+"""How many tokens a recipe's conversations have, and how many of them are answers: counted, sampled, or told."""
 
 from __future__ import annotations
 
-import gzip
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from eyas.recipes.data_stages import training_sources
+from eyas.heads.chat import TargetChat
+from eyas.recipes.data_stages import prepare_settings, training_sources
 from eyas.recipes.estimate import Tokens
 from eyas.recipes.generation import target_chat
 from eyas.recipes.run import Run
-from eyas.recipes.sources import local_files
+from eyas.recipes.schema_data import Source
+from eyas.recipes.sources import local_files, place_of
 from eyas.recipes.stage import MANIFEST, read_manifest
 
 SAMPLED_CONVERSATIONS = 200
@@ -20,16 +21,25 @@ JSON_LINES = (".jsonl", ".jsonl.gz")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenEstimate:
-    """Tokens, conversations, and how they are known; `upper` when it is a bound and no estimate."""
+    """Tokens of both splits, documents, and how they are known."""
 
     tokens: Tokens
-    conversations: int
+    documents: int
     how: str
-    upper: bool = False
 
     @property
     def mean_length(self) -> float:
-        return self.tokens.total / max(self.conversations, 1)
+        return self.tokens.total / max(self.documents, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sample:
+    """What was read of one source, and what that says of all of it."""
+
+    conversations: int
+    heldout_share: float
+    mean_tokens: float
+    mean_answers: float
 
 
 def estimate_tokens(run: Run, *, tokens: int | None, answer_share: float | None) -> TokenEstimate | None:
@@ -46,74 +56,104 @@ def estimate_tokens(run: Run, *, tokens: int | None, answer_share: float | None)
     if tokens is not None and tokens < 1:
         raise ValueError(f"--tokens {tokens}: must be at least 1")
     known = _prepared(run) or _sampled(run)
-    if tokens is not None:
-        share = answer_share if answer_share is not None else (known.tokens.answer_share if known else None)
-        if share is None:
-            raise ValueError("--tokens: the share of answers is not known either; give --answer-share as well")
-        mean = known.mean_length if known else run.recipe.data.max_length
-        told = Tokens(total=tokens, answers=round(tokens * share))
-        return TokenEstimate(tokens=told, conversations=max(1, round(tokens / mean)), how="as told")
-    return known
+    if tokens is None:
+        return known
+    share = answer_share if answer_share is not None else (known.tokens.answer_share if known else None)
+    if share is None:
+        raise ValueError("--tokens: the share of answers is not known either; give --answer-share as well")
+    mean = known.mean_length if known else run.recipe.data.max_length
+    told = Tokens(total=tokens, answers=round(tokens * share))
+    return TokenEstimate(tokens=told, documents=max(1, round(tokens / mean)), how="as told")
 
 
 def _prepared(run: Run) -> TokenEstimate | None:
-    """Exact counts, once the prepare stage stands."""
+    """Exact counts, once the prepare stage stands with the recipe's settings."""
     directory = run.directory("prepare")
     if not (directory / MANIFEST).is_file():
         return None
-    counts = read_manifest(directory)["counts"]
-    total, answers, conversations = (
-        sum(counts[f"{split}_{what}"] for split in ("train", "heldout"))
+    manifest = read_manifest(directory)
+    if manifest["settings"] != prepare_settings(run):
+        return None
+    total, answers, documents = (
+        sum(manifest["counts"][f"{split}_{what}"] for split in ("train", "heldout"))
         for what in ("tokens", "answer_tokens", "documents")
     )
     return TokenEstimate(
-        tokens=Tokens(total=total, answers=answers), conversations=conversations, how="counted by the prepare stage"
+        tokens=Tokens(total=total, answers=answers), documents=documents, how="counted by the prepare stage"
     )
 
 
 def _sampled(run: Run) -> TokenEstimate | None:
-    """A sample of the local JSON lines files, tokenised and scaled to their size."""
-    from eyas.train.data.conversations import iterate_conversations
-
-    data = run.recipe.data
-    files = [path for source in training_sources(run) if source.name != "self" for path in local_files(source)]
-    if not files or data.self_prompts.count or not all(path.name.endswith(JSON_LINES) for path in files):
+    """A sample of each source, tokenised and scaled; None when one of them is no JSON lines file on this machine."""
+    data, sources = run.recipe.data, training_sources(run)
+    if data.self_prompts.count or not all(_is_readable(source) for source in sources):
         return None
     chat = target_chat(run)
-    total = answers = conversations = 0
-    size_read = size_all = 0
-    for path in files:
-        lengths = list(_line_lengths(path))
-        size_all += sum(lengths)
-        size_read += sum(lengths[:SAMPLED_CONVERSATIONS])
-        rows = iterate_conversations(path, on_bad_line="skip")
-        for row, _ in zip(rows, range(SAMPLED_CONVERSATIONS), strict=False):
-            try:
-                documents = chat.encode_conversation(row.messages, truncated=row.truncated, tools=row.tools)
-            except ValueError:
-                continue
-            conversations += 1
-            total += sum(min(len(document.token_ids), data.max_length) for document in documents)
-            answers += sum(sum(document.answer_mask[: data.max_length]) for document in documents)
-    if not total:
+    samples = [
+        _sample(source, chat=chat, max_length=data.max_length, heldout_share=data.heldout_share) for source in sources
+    ]
+    taken = _mixed(sources, samples, continues=data.when_exhausted == "continue", limit=data.max_conversations)
+    everything = sum(taken)
+    if not everything or not any(sample.mean_tokens for sample in samples):
         return None
-    return _scaled(run, Tokens(total=total, answers=answers), conversations, scale=size_all / size_read)
-
-
-def _scaled(run: Run, sample: Tokens, conversations: int, *, scale: float) -> TokenEstimate:
-    limit = run.recipe.data.max_train_tokens
-    if limit is not None and sample.total * scale > limit:
-        scale = limit * (1 + run.recipe.data.heldout_share) / sample.total
-    tokens = Tokens(total=round(sample.total * scale), answers=round(sample.answers * scale))
-    how = f"estimated from {conversations:,} conversations of the local files"
-    if run.recipe.data.regenerate:
+    pairs = list(zip(taken, samples, strict=True))
+    heldout = sum(count * sample.heldout_share for count, sample in pairs)
+    if data.max_heldout is not None:
+        heldout = min(heldout, data.max_heldout)
+    mean = sum(count * sample.mean_tokens for count, sample in pairs) / everything
+    share = sum(count * sample.mean_answers for count, sample in pairs) / everything / mean
+    train = (everything - sum(count * sample.heldout_share for count, sample in pairs)) * mean
+    train = train if data.max_train_tokens is None else min(train, data.max_train_tokens)
+    total = round(train + heldout * mean)
+    how = "estimated from samples of the local files"
+    if data.regenerate:
         how += ", with the answers they have now"
-    return TokenEstimate(tokens=tokens, conversations=max(1, round(conversations * scale)), how=how)
+    return TokenEstimate(
+        tokens=Tokens(total=total, answers=round(total * share)), documents=max(1, round(total / mean)), how=how
+    )
 
 
-def _line_lengths(path: Path) -> Iterator[int]:
-    open_binary = gzip.open if path.suffix == ".gz" else open
-    with open_binary(path, "rb") as stream:
-        for line in stream:
-            if line.strip():
-                yield len(line)
+def _is_readable(source: Source) -> bool:
+    files = local_files(source)
+    return bool(files) and all(path.name.endswith(JSON_LINES) for path in files)
+
+
+def _sample(source: Source, *, chat: TargetChat, max_length: int, heldout_share: float) -> _Sample:
+    """The first conversations of a source, as the collect and prepare stages would take them."""
+    from eyas.train.data.sources import SourceReader
+
+    reader = SourceReader(place_of(source), on_bad_line="skip", seed=0)
+    lengths, answers, heldout = [], [], 0
+    rows = reader.conversations(heldout_share=heldout_share)
+    for row, _ in zip(rows, range(SAMPLED_CONVERSATIONS), strict=False):
+        try:
+            documents = chat.encode_conversation(row.messages, truncated=row.truncated, tools=row.tools)
+        except ValueError:
+            continue
+        heldout += row.split == "heldout"
+        lengths.append(sum(min(len(document.token_ids), max_length) for document in documents))
+        answers.append(sum(sum(document.answer_mask[:max_length]) for document in documents))
+    usable, read = len(lengths), max(reader.tally.read, 1)
+    lines = sum(_num_lines(path) for path in local_files(source))
+    return _Sample(
+        conversations=min(round(lines * usable / read), source.limit or lines),
+        heldout_share=heldout / usable if usable == lines else heldout_share,
+        mean_tokens=sum(lengths) / max(usable, 1),
+        mean_answers=sum(answers) / max(usable, 1),
+    )
+
+
+def _mixed(sources: Sequence[Source], samples: Sequence[_Sample], *, continues: bool, limit: int | None) -> list[float]:
+    """Conversations taken of each source by its weight, as the mix takes them."""
+    taken = [float(sample.conversations) for sample in samples]
+    if sources[0].weight is not None and not continues:
+        rounds = min(count / (source.weight or 1.0) for count, source in zip(taken, sources, strict=True))
+        taken = [rounds * (source.weight or 1.0) for source in sources]
+    scale = 1.0 if limit is None else min(1.0, limit / max(sum(taken), 1.0))
+    return [count * scale for count in taken]
+
+
+def _num_lines(path: Path) -> int:
+    from eyas.train.data.conversations import read_lines
+
+    return sum(1 for _ in read_lines(path))

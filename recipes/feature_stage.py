@@ -1,7 +1,8 @@
-"""The stage that extracts the target's hidden states, and how a recipe stores them."""
+"""The stage that extracts the target's hidden states."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +16,61 @@ SHARD_SAMPLE_BYTES = 1 << 24
 
 def extract_stage(run: Run) -> Stage:
     """The target reads every token once; captured states and what the teacher needs are stored."""
-    features = run.recipe.features
-    layers = captured_layers(run)
     tokens_dir = run.directory("prepare")
-    generated = run.directory("regenerate") / STATES_DIRECTORY if run.recipe.data.generation.keep_states else None
 
     def body(out_dir: Path) -> dict[str, Any]:
-        return _extract(run, out_dir, layers=layers, generated=generated)
+        counts = extract_body(run, out_dir)
+        remove_traces(out_dir)
+        return counts
 
-    settings = store_settings(run) | {
-        "backend": features.backend,
+    inputs = {"target": run.target_fingerprint, "tokens": output_fingerprint(tokens_dir)}
+    if run.recipe.data.generation.keep_states:
+        inputs["states"] = output_fingerprint(run.directory("regenerate"), under=f"{STATES_DIRECTORY}/")
+    return Stage(
+        name="features",
+        settings=extract_settings(run),
+        inputs=inputs,
+        body=body,
+        describe=_describe,
+        sample_above=SHARD_SAMPLE_BYTES,
+    )
+
+
+def extract_settings(run: Run) -> dict[str, Any]:
+    """What decides the numbers in the store."""
+    layers = captured_layers(run)
+    return store_settings(run) | {
+        "backend": run.recipe.features.backend,
         "capture_layers": layers if layers is None else list(layers),
-        "batch_tokens": features.batch_tokens,
+        "batch_tokens": run.recipe.features.batch_tokens,
         "trust_remote_code": run.recipe.target.trust_remote_code,
     }
-    inputs = {"target": run.target_fingerprint, "tokens": output_fingerprint(tokens_dir)}
-    if generated is not None:
-        inputs["states"] = output_fingerprint(run.directory("regenerate"), under=f"{STATES_DIRECTORY}/")
-    return Stage(name="features", settings=settings, inputs=inputs, body=body, sample_above=SHARD_SAMPLE_BYTES)
 
 
-def _extract(run: Run, out_dir: Path, *, layers: tuple[int, ...] | None, generated: Path | None) -> dict[str, Any]:
+def _describe(counts: dict[str, Any]) -> list[str]:
+    taken = f", {counts['from_generation']} of them kept from generation" if counts["from_generation"] else ""
+    per_token = counts["bytes"] / max(counts["tokens"], 1)
+    return [f"{counts['documents']} documents{taken}, {counts['tokens']} tokens, {per_token:,.0f} bytes a token"]
+
+
+def remove_traces(store: Path) -> None:
+    """What extractors leave beside the shards; with it a store would differ from one that nothing disturbed."""
+    from eyas.train.features.shards import CLAIMS_DIRECTORY
+
+    shutil.rmtree(store / CLAIMS_DIRECTORY, ignore_errors=True)
+    for pattern in ("vllm-*.plan.json", "vllm-*.log", ".*.safetensors.*"):
+        for path in store.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+def extract_body(run: Run, out_dir: Path) -> dict[str, Any]:
+    """Fill the store in `out_dir`, beside whatever other processes do the same."""
     from eyas.recipes.store_form import store_form
 
     features, threads = run.recipe.features, run.recipe.features.threads or available_cores()
+    layers = captured_layers(run)
+    states = run.directory("regenerate") / STATES_DIRECTORY
+    generated = states if run.recipe.data.generation.keep_states and (states / "index.json").is_file() else None
     if features.backend == "vllm":
         from eyas.train.features.vllm_extract import extract_vllm
 

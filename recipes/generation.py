@@ -38,10 +38,9 @@ def generation_dtype(run: Run) -> str:
 
 
 def engine_settings(run: Run) -> dict[str, Any]:
-    """What of the engine changes what the target says; servers decide their type themselves."""
-    local = not run.recipe.data.generation.servers.urls
+    """What of the engine changes what the target says; servers are taken to run the target as this machine would."""
     return {
-        "dtype": generation_dtype(run) if local else None,
+        "dtype": generation_dtype(run),
         "max_model_len": generation_length(run),
         "template_options": run.recipe.data.template_options,
         "trust_remote_code": run.recipe.target.trust_remote_code,
@@ -70,6 +69,7 @@ def backend(run: Run, *, chat: TargetChat, work_dir: Path, states: dict[str, Any
         threads=available_cores(),
         kv_cache_gib=run.recipe.score.kv_cache_gib,
         tensor_parallel_size=generation.tensor_parallel_size,
+        gpu_memory_utilization=generation.gpu_memory_utilization,
         trust_remote_code=run.recipe.target.trust_remote_code,
         states=states,
     )

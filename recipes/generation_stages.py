@@ -13,7 +13,7 @@ from eyas.recipes.generation import backend, engine_settings, generation_length,
 from eyas.recipes.load import resolve_builtin
 from eyas.recipes.run import CONVERSATIONS_FILE, EVALUATION_PROMPTS, STATES_DIRECTORY, Run
 from eyas.recipes.stage import Stage, without
-from eyas.recipes.train_stages import captured_layers, store_settings
+from eyas.recipes.train_stages import captured_layers
 
 if TYPE_CHECKING:
     from eyas.train.data.user_turns import UserTurnSettings
@@ -106,12 +106,21 @@ def regenerate_stage(run: Run) -> Stage:
                 on_bad_line=data.on_bad_line,
             )
 
-    speed = {"batch_size", "servers", "tensor_parallel_size", "dtype", "max_model_len"}
+    # How states are stored is not here: another way would not change an answer, and extraction makes what does not fit.
+    speed = {
+        "batch_size",
+        "servers",
+        "tensor_parallel_size",
+        "gpu_memory_utilization",
+        "dtype",
+        "max_model_len",
+        "keep_states",
+    }
     settings = {
         "generation": without(generation.model_dump(mode="json"), speed),
         "user_turns": data.self_prompts.model_dump(mode="json") if generation.follow_ups else None,
         "engine": engine_settings(run),
-        "states": [store_settings(run), captured_layers(run)] if generation.keep_states else None,
+        "guard": data.guard.model_dump(mode="json", include={"enabled", "ngram"}) if generation.follow_ups else None,
     }
     inputs = {
         "target": run.target_fingerprint,

@@ -59,7 +59,10 @@ def stage_names(recipe: Recipe, *, last: str) -> list[str]:
     names = list(STAGE_NAMES[: STAGE_NAMES.index(last) + 1])
     if recipe.features.mode == "online" and "extract" in names:
         if last == "extract":
-            raise ValueError("features.mode=online has no extract stage: the target runs while the head trains")
+            raise ValueError(
+                "features.mode=online has no extract stage, since the target runs while the head trains; run `eyas prepare` "
+                "or `eyas train`"
+            )
         names.remove("extract")
     if last == "score" and recipe.score.head is not None:
         names = ["score"]  # a head from elsewhere: nothing is made before it is measured

@@ -139,6 +139,9 @@ class Generation(Section):
     )
     batch_size: int = Field(default=64, gt=0, description="sequences vLLM decodes at a time on this machine")
     tensor_parallel_size: int = Field(default=1, gt=0, description="GPUs that vLLM splits the target over")
+    gpu_memory_utilization: Number = Field(
+        default=0.85, gt=0, le=1, description="share of GPU memory that vLLM may take on this machine"
+    )
     keep_states: bool = Field(
         default=False, description="store the hidden states of the same pass, so that extraction costs nothing extra"
     )

@@ -73,6 +73,21 @@ class Features(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_of_no_use(self) -> Self:
+        """A setting that is not the default and would not be read is a misunderstanding."""
+        unread = {
+            "batch_size": self.backend == "hf" and self.batch_size != 64,
+            "gpu_memory_utilization": self.backend == "hf" and self.gpu_memory_utilization != 0.85,
+            "verify": self.mode == "online" and self.verify != "read",
+            "threads": self.mode == "online" and self.where == "inline" and self.threads is not None,
+        }
+        reasons = {"verify": "online nothing is read from disk", "threads": "inline the target has train.threads"}
+        for key, unused in unread.items():
+            if unused:
+                raise ValueError(f"{key}: {reasons.get(key, 'is for backend vllm')}; remove it")
+        return self
+
+    @model_validator(mode="after")
     def _check_backend(self) -> Self:
         if self.backend == "vllm" and self.device_map is not None:
             raise ValueError("device_map: is for backend hf; vLLM splits a target by tensor_parallel_size")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-from eyas.heads.files import fingerprint_directory, fingerprint_file
+from eyas.heads.files import fingerprint_directory, fingerprint_file, read_json, write_json
 from eyas.recipes.run import Run, available_cores, data_stage_names, stage_names
-from eyas.recipes.stage import Stage, output_fingerprint, read_manifest, without
+from eyas.recipes.stage import Stage, output_fingerprint, read_manifest, refresh_files, without
 
 
 def score_stage(run: Run) -> Stage:
@@ -69,7 +70,24 @@ def score_stage(run: Run) -> Stage:
         "head": output_fingerprint(head_dir) if given is None else head_fingerprint(head_dir),
         "conversations": fingerprint_file(run.conversations),
     }
-    return Stage(name=run.directory("score").name, settings=settings, inputs=inputs, body=body)
+    return Stage(
+        name=run.directory("score").name,
+        settings=settings,
+        inputs=inputs,
+        body=body,
+        refresh=lambda directory: _refresh_report(run, directory),
+    )
+
+
+def _refresh_report(run: Run, directory: Path) -> None:
+    """Write the report anew when earlier stages tell other counts, though what they made did not change."""
+    from eyas.eval.report.build import build_report
+
+    context = score_context(run)
+    if read_json(directory / "context.json") != json.loads(json.dumps(context)):
+        write_json(directory / "context.json", context)
+        build_report(directory)
+        refresh_files(directory)
 
 
 def servable_kind(head_dir: Path, *, target_dir: Path, trust_remote_code: bool) -> str:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 PACKAGE_SCHEME = "package:"
 
 
+_DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field in Source.model_fields.items()}
+
+
 @cache
 def presets() -> dict[str, dict[str, Any]]:
     """Shipped presets by name: `kind` (training or evaluation), `about`, and `sources`."""
@@ -49,7 +52,8 @@ def expand(source: Source) -> list[Source]:
     if source.preset is None:
         return [source]
     entries = find_preset(source.preset)["sources"]
-    own = source.model_dump(include=source.model_fields_set - {"preset"})
+    # Not what was written but what differs: a recipe that was dumped writes every field.
+    own = {name: value for name, value in source.model_dump(exclude={"preset"}).items() if value != _DEFAULTS[name]}
     if len(entries) == 1:
         return [Source.model_validate({"name": source.preset} | entries[0] | own)]
     if own.keys() - {"weight"}:
@@ -99,14 +103,12 @@ def local_files(source: Source) -> list[Path]:
         return [resolve_builtin(source.path)]
     if source.path.startswith((PACKAGE_SCHEME, "http://", "https://")):
         return []
+    from eyas.train.data.sources import matching_files
+
     path = Path(source.path).expanduser()
-    if any(character in source.path for character in "*?["):
-        anchor = Path(path.anchor)
-        found = (
-            sorted(anchor.glob(str(path.relative_to(anchor)))) if path.is_absolute() else sorted(Path().glob(str(path)))
-        )
-    else:
-        found = [path] if path.is_file() else sorted(child for child in path.glob("*") if child.is_file())
+    found = (
+        [each for each in sorted(path.rglob("*")) if each.is_file()] if path.is_dir() else matching_files(source.path)
+    )
     looks_like_file = source.path.startswith((".", "/", "~")) or path.suffix or source.path.count("/") != 1
     if not found and looks_like_file:
         raise ValueError(

@@ -40,6 +40,10 @@ def _nothing(_counts: dict[str, Any]) -> list[str]:
     return []
 
 
+def _leave(_directory: Path) -> None:
+    """What most stages need when they stand."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """One step of a run.
@@ -51,6 +55,7 @@ class Stage:
         body: fills the directory it is given and returns counts (JSON values). The directory may hold what an
             earlier, interrupted call of the same stage left there.
         describe: lines that tell a reader the outcome, from the counts.
+        refresh: called with the directory of a stage that stands, before it is skipped.
         sample_above: files larger than this many bytes are identified by samples (`fingerprint_file`).
     """
 
@@ -59,6 +64,7 @@ class Stage:
     inputs: dict[str, str]
     body: Callable[[Path], dict[str, Any]]
     describe: Callable[[dict[str, Any]], list[str]] = _nothing
+    refresh: Callable[[Path], None] = _leave
     sample_above: int = LARGE_FILE_BYTES
 
     @property
@@ -89,6 +95,7 @@ def run_stage(stage: Stage, *, run_dir: Path) -> bool:
     _remove(_stale(final))
     if _is_complete(final, expected=stage.fingerprint):
         _remove(_partial(final))
+        stage.refresh(final)
         return False
     if (final / MANIFEST).is_file() and read_manifest(final)["fingerprint"] == stage.fingerprint:
         _reopen(final, expected=stage.fingerprint)

@@ -1,8 +1,8 @@
 """The stages of a run: what each is made from, which settings change it, and which function fills it.
 
-They lie in data_stages.py, generation_stages.py, feature_stage.py, train_stages.py, export_stage.py and score_stage.py. One short function per stage unpacks the recipe into the values that its body takes; below
-these files no recipe travels. Stages are built one after the other, because what a stage is made from is the files of
-the stages before it.
+They lie in data_stages.py, generation_stages.py, feature_stage.py, train_stages.py, export_stage.py and score_stage.py.
+One short function per stage unpacks the recipe into the values that its body takes; below these files no recipe travels.
+Stages are built one after the other, because what a stage is made from is the files of the stages before it.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSize:
@@ -23,7 +25,7 @@ class TargetSize:
 
 
 def read_target_size(target_dir: Path, *, dtype: str, trust_remote_code: bool) -> TargetSize:
-    """Sizes of the target described by `target_dir/config.json`; weight files count as they lie on disk, if they do.
+    """Sizes of the target described by `target_dir/config.json`; its weights take what they take in `dtype`.
 
     Raises:
         ValueError: transformers does not know the model, or its config lacks a size.
@@ -44,7 +46,11 @@ def read_target_size(target_dir: Path, *, dtype: str, trust_remote_code: bool) -
         ) from error
     values: dict[str, Any] = config.to_dict()
     total = sum(parameter.numel() for parameter in model.parameters())
-    on_disk = sum(path.stat().st_size for path in target_dir.glob("*.safetensors"))
+    missing = [name for name in SIZES if not isinstance(values.get(name), int)]
+    if missing:
+        raise ValueError(
+            f"{target_dir}/config.json has no {' and no '.join(missing)}; is it the config of a decoder-only language model?"
+        )
     heads = values["num_attention_heads"]
     return TargetSize(
         hidden_size=values["hidden_size"],
@@ -55,7 +61,7 @@ def read_target_size(target_dir: Path, *, dtype: str, trust_remote_code: bool) -
         head_dim=values.get("head_dim") or values["hidden_size"] // heads,
         parameters=total,
         active_parameters=_active(model, values),
-        weight_bytes=on_disk or total * DTYPES[dtype].itemsize,
+        weight_bytes=total * DTYPES[dtype].itemsize,
     )
 
 

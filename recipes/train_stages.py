@@ -1,4 +1,4 @@
-"""The stages that make a head: training, and export in the form that is served."""
+"""The stage that trains a head, and what a recipe says about the head."""
 
 from __future__ import annotations
 

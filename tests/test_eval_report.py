@@ -141,7 +141,13 @@ def test_reporting_needs_neither_engine_nor_torch() -> None:
 
 def _with_data(score_dir: Path, *, trained_here: bool, guarded: bool = True) -> str:
     """The report's section on data for a session whose context carries counts of the data stages."""
-    source = {"schema": "sharegpt", "read": 12, "kept": 9, "dropped": {"duplicate": 1, "overlaps_heldout_exact": 2}}
+    source = {
+        "schema": "sharegpt",
+        "read": 12,
+        "kept": 9,
+        "not_needed": 0,
+        "dropped": {"duplicate": 1, "overlaps_heldout_exact": 2},
+    }
     counts = {"sources": {"chats": source}, "guard": {"exact": 2, "ngram": 3, "evaluation_prompts": 171}}
     stages = {"collect": {"counts": counts, "seconds": 1.0}}
     if trained_here:
@@ -162,7 +168,7 @@ def test_the_report_tells_what_the_guard_removed(score_dir: Path) -> None:
     assert "one of 171 evaluation prompts: 2 the same prompt" in words
     assert "3 by 13 words in a row" in words
     assert "75.0 % of them answers" in words
-    assert "| chats | sharegpt | 12 | 9 | 1 duplicate, 2 overlaps heldout exact |" in words
+    assert "| chats | sharegpt | 12 | 9 | 0 | 1 duplicate, 2 overlaps heldout exact |" in words
 
 
 def test_a_missing_guard_and_a_foreign_head_are_said(score_dir: Path) -> None:

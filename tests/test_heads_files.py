@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from eyas.heads.files import SAMPLE_BYTES, SAMPLES, fingerprint_file, sha256_file
 
@@ -48,3 +50,17 @@ def test_weights_changed_everywhere_are_another_target(large: Path) -> None:
     for at in range(0, SIZE, SAMPLE_BYTES // 2):
         change(large, at=at)
     assert fingerprint_file(large, sample_above=1 << 20) != before
+
+
+def test_one_changed_tensor_of_many_is_seen(tmp_path: Path) -> None:
+    """What merging an adapter does: most of the file stays, one matrix changes all over."""
+    tensors = {f"layer.{number}": torch.zeros(64 * 1024) for number in range(160)}
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    before = fingerprint_file(path, sample_above=1 << 20)
+    assert before.startswith("sampled-")
+    for name in ("layer.3", "layer.77", "layer.158"):
+        save_file(tensors | {name: torch.ones(64 * 1024)}, path)
+        assert fingerprint_file(path, sample_above=1 << 20) != before
+    save_file(tensors, path)
+    assert fingerprint_file(path, sample_above=1 << 20) == before

@@ -108,7 +108,7 @@ def test_what_is_not_done_is_not_planned(overrides: list[str]) -> None:
     assert "train memory" not in stdout
     _, stdout, _ = eyas("plan", QUICKSTART, *overrides, "features.mode=online")
     assert "features disk:  none (features.mode=online)" in stdout
-    assert "for the target beside it" in stdout
+    assert "and the target beside it" in stdout
 
 
 def test_hours_on_named_hardware(overrides: list[str]) -> None:
@@ -127,7 +127,13 @@ def test_hours_on_named_hardware(overrides: list[str]) -> None:
 def test_a_target_that_does_not_fit_is_told(overrides: list[str]) -> None:
     tokens = ["--tokens", "1000", "--answer-share", "0.5"]
     _, stdout, _ = eyas("plan", QUICKSTART, *overrides, *tokens, "--hardware", "rtx4090", "features.dtype=float32")
-    assert "extraction does NOT fit on one device" in stdout
+    assert "extract: 30." in stdout and "does NOT fit; use features.backend=vllm" in stdout
+    spread = ["--hardware", "rtx4090", "--devices", "2", "features.device_map=auto"]
+    _, stdout, _ = eyas("plan", QUICKSTART, *overrides, *tokens, *spread)
+    assert "extract: 7." in stdout and "NOT fit" not in stdout
+    _, stdout, _ = eyas("plan", QUICKSTART, *overrides, *tokens, "--hardware", "rtx4090", "features.mode=online")
+    assert "extract:" not in stdout
+    assert "train: " in stdout
 
 
 @pytest.mark.parametrize(
@@ -165,7 +171,7 @@ def test_local_files_are_sampled(tmp_path: Path) -> None:
     code, stdout, stderr = eyas("plan", QUICKSTART, *overrides)
     assert code == 0, stderr
     sampled = next(line for line in stdout.splitlines() if line.startswith("tokens:"))
-    assert "in 34 conversations, estimated from 34 conversations of the local files" in sampled
+    assert "in 34 conversations, estimated from samples of the local files" in sampled
     code, _, stderr = eyas("prepare", QUICKSTART, *overrides, "data.max_length=513")
     assert code == 2
     assert "513 tokens are more than the 512 positions of the target" in stderr

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from eyas.recipes.cli import app
+from eyas.recipes.load import dump_recipe, load_recipe
 from eyas.recipes.schema_data import Source
 from eyas.recipes.sources import expand, find_preset, local_files, place_of, presets, source_identity
 
@@ -71,3 +72,26 @@ def test_the_identity_follows_content_and_settings(tmp_path: Path) -> None:
     assert source_identity(Source(path="org/a", revision="1")) != source_identity(Source(path="org/a", revision="2"))
     with pytest.raises(ValueError, match="package 'no-such-package' is not installed"):
         source_identity(Source(path="package:no-such-package"))
+
+
+def test_a_dumped_recipe_means_the_same_sources(tmp_path: Path) -> None:
+    """A dump writes every field, and a default in it must not hide what the preset says."""
+    recipe = load_recipe("smollm2-135m-own-answers-cpu", overrides=["data.sources=[{preset: eagle3-paper, weight: 2}]"])
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_recipe(recipe))
+    again = load_recipe(path)
+    assert [expand(source) for source in again.data.sources] == [expand(source) for source in recipe.data.sources]
+
+
+def test_nested_directories_and_globs_are_fingerprinted(tmp_path: Path) -> None:
+    nested = tmp_path / "set" / "data" / "train-0.parquet"
+    nested.parent.mkdir(parents=True)
+    nested.write_text("one")
+    for path in (tmp_path / "set", tmp_path / "**" / "*.parquet"):
+        source = Source(path=str(path))
+        assert local_files(source) == [nested]
+        before = source_identity(source)
+        nested.write_text(nested.read_text() + "x")
+        assert source_identity(source) != before
+    (tmp_path / "x[1].jsonl").write_text("{}")
+    assert local_files(Source(path=str(tmp_path / "x[1].jsonl"))) == [tmp_path / "x[1].jsonl"]

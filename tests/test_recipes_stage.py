@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +232,12 @@ def test_a_broken_manifest_is_reported(tmp_path: Path) -> None:
     (tmp_path / "prepare" / MANIFEST).write_text("{")
     with pytest.raises(ValueError, match="not valid JSON"):
         run_stage(make(), run_dir=tmp_path)
+
+
+def test_a_stage_that_stands_may_be_refreshed(tmp_path: Path) -> None:
+    seen: list[Path] = []
+    stage = replace(make(), refresh=seen.append)
+    assert run_stage(stage, run_dir=tmp_path)
+    assert seen == []
+    assert not run_stage(stage, run_dir=tmp_path)
+    assert seen == [tmp_path / "prepare"]

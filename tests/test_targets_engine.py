@@ -20,7 +20,7 @@ from eyas.heads.formats.export import export_head
 from eyas.heads.formats.read import read_head
 from eyas.heads.head import DraftHead
 from eyas.heads.initialise import HeadStart
-from eyas.train.data.conversations import read_conversations
+from eyas.train.data.conversations import iterate_conversations
 from tests import tiny, training
 from tests.engine_lab import NUM_DRAFTED, compare, run_cases
 
@@ -118,7 +118,7 @@ def _write_target(name: str, directory: Path) -> Path:
 
 def _prompts(target: Path, conversations: Path) -> list[list[int]]:
     chat = TargetChat(target)
-    rows, _ = read_conversations(conversations, on_bad_line="stop")
+    rows = list(iterate_conversations(conversations, on_bad_line="stop"))
     return [chat.encode_conversation(row.messages)[0].token_ids[:20] for row in rows[:8]]
 
 

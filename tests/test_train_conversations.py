@@ -16,10 +16,8 @@ from eyas.train.data.conversations import (
     Conversation,
     hash_split,
     iterate_conversations,
-    line_offsets,
     prompt_hash,
     read_at,
-    read_conversations,
     write_conversations,
 )
 from eyas.train.data.messages import ROLES, BadConversation
@@ -212,16 +210,12 @@ def test_reading_is_lazy(tmp_path: Path) -> None:
 def test_lines_are_found_again_by_offset(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_bytes(b"\n" + of(USER, ANSWER, id="ä") + b"\n  \nbad\n" + of(USER, ANSWER, id="b"))
-    offsets = line_offsets(path)
-    assert offsets.tolist() == [1, path.read_bytes().index(b"bad"), path.read_bytes().rindex(b'{"messages')]
+    content = path.read_bytes()
     with path.open("rb") as stream:
-        assert read_at(stream, int(offsets[2])).id == "b"
-        assert read_at(stream, int(offsets[0])).id == "ä"
+        assert read_at(stream, content.rindex(b'{"messages')).id == "b"
+        assert read_at(stream, 1).id == "ä"
         with pytest.raises(BadConversation):
-            read_at(stream, int(offsets[1]))
-    assert line_offsets(_touch(tmp_path / "empty.jsonl")).tolist() == []
-    with pytest.raises(ValueError, match="gunzip"):
-        line_offsets(_touch(tmp_path / "c.jsonl.gz"))
+            read_at(stream, content.index(b"bad"))
 
 
 def test_writing_is_atomic_and_reproducible(tmp_path: Path) -> None:
@@ -244,16 +238,9 @@ def test_writing_is_atomic_and_reproducible(tmp_path: Path) -> None:
     assert b"tools" not in (tmp_path / "a.jsonl").read_bytes()
 
 
-def test_read_conversations_counts(tmp_path: Path) -> None:
-    path = tmp_path / "c.jsonl"
-    path.write_bytes(GOOD + b"\nnonsense\n")
-    rows, counts = read_conversations(path, on_bad_line="skip")
-    assert (len(rows), counts) == (1, {"conversations_read": 1, "lines_skipped": 1})
-    path.write_bytes(b"nonsense\n")
-    with pytest.raises(ValueError, match="no usable conversation"):
-        read_conversations(path, on_bad_line="skip")
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not exist"):
-        read_conversations(tmp_path / "none.jsonl", on_bad_line="skip")
+        list(iterate_conversations(tmp_path / "none.jsonl", on_bad_line="skip"))
 
 
 @given(st.text(), st.floats(0, 1))
@@ -269,8 +256,3 @@ def test_a_larger_share_holds_out_a_superset(text: str, share: float) -> None:
 def test_shares_below_one_in_a_thousand_are_kept() -> None:
     heldout = sum(hash_split(f"prompt {n}", heldout_share=0.0005) == "heldout" for n in range(100_000))
     assert 25 < heldout < 85
-
-
-def _touch(path: Path) -> Path:
-    path.touch()
-    return path

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from eyas.heads.chat import TargetChat
-from eyas.train.data.conversations import read_conversations
+from eyas.train.data.conversations import iterate_conversations
 from eyas.train.data.prepare import prepare
 from eyas.train.data.tokens import SPLITS, Split, Tokens
 from tests import chat_templates as templates
@@ -70,7 +70,7 @@ def _reference(
     path: Path, target: Path, *, split: str, max_length: int, max_tokens: int | None
 ) -> list[tuple[str, list[int], list[bool]]]:
     """The whole file in memory: shuffled, encoded, cut and limited."""
-    rows, _ = read_conversations(path, on_bad_line="skip")
+    rows = list(iterate_conversations(path, on_bad_line="skip"))
     random.Random(0).shuffle(rows)
     chat = TargetChat(target)
     documents, total = [], 0

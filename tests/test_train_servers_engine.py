@@ -18,7 +18,7 @@ from eyas.heads.chat import Message, TargetChat
 from eyas.heads.serving import engine_environment
 from eyas.heads.target_source import cache_root, resolve_target
 from eyas.train.data.answers import Generate
-from eyas.train.data.conversations import Conversation, read_conversations, write_conversations
+from eyas.train.data.conversations import Conversation, iterate_conversations, write_conversations
 from eyas.train.data.dialogues import Sampling
 from eyas.train.data.generate import EngineSettings, OfflineEngine
 from eyas.train.data.regenerate import OUTPUT_NAME, regenerate
@@ -125,7 +125,7 @@ def answer_with_servers(
 
 
 def read_rows(out_dir: Path) -> list[Conversation]:
-    return read_conversations(out_dir / OUTPUT_NAME, on_bad_line="stop")[0]
+    return list(iterate_conversations(out_dir / OUTPUT_NAME, on_bad_line="stop"))
 
 
 def offline(target: Path, work_dir: Path) -> OfflineEngine:
@@ -203,7 +203,7 @@ def test_the_target_writes_prompts(target: Path, server: str, tmp_path: Path) ->
     counts = synthesise(
         tmp_path, chat=chat, generate=servers, count=24, settings=settings, topics=topics, openers=openers
     )
-    rows, _ = read_conversations(tmp_path / "prompts.jsonl", on_bad_line="stop")
+    rows = list(iterate_conversations(tmp_path / "prompts.jsonl", on_bad_line="stop"))
     assert counts["prompts"] == len(rows) >= 6
     assert counts["prompts"] + sum(counts["dropped"].values()) == 24
     assert all(row.messages[0]["content"].startswith(tuple(openers)) for row in rows)

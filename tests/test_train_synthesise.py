@@ -13,7 +13,7 @@ import pytest
 
 from eyas.heads.chat import TargetChat
 from eyas.train.data.answers import Answer, GenerationRequest, answer_file, append_answer, read_finished
-from eyas.train.data.conversations import read_conversations
+from eyas.train.data.conversations import iterate_conversations
 from eyas.train.data.synthesise import MIN_PER_OPENING, OUTPUT_NAME, synthesise
 from eyas.train.data.user_turns import UserTurns, UserTurnSettings, self_prompt_seeds, user_turn_end
 from tests import tiny
@@ -71,11 +71,12 @@ def test_turns_are_sampled_from_the_bare_user_prefix(tmp_path: Path, chat: Targe
     backend = Backend(chat, tmp_path, question)
     settings = UserTurnSettings(temperature=0.8, min_p=0.1, max_tokens=70)
     counts = synthesise(tmp_path, chat=chat, generate=backend, count=20, settings=settings)
-    rows, _ = read_conversations(tmp_path / OUTPUT_NAME, on_bad_line="stop")
+    rows = list(iterate_conversations(tmp_path / OUTPUT_NAME, on_bad_line="stop"))
     assert counts == {"prompts_sampled": 20, "prompts": len(rows), "dropped": {}}
     assert len(rows) == 20
     assert all([message["role"] for message in row.messages] == ["user"] and row.source == "self" for row in rows)
     assert len({row.id for row in rows}) == 20
+    assert '"split"' not in (tmp_path / OUTPUT_NAME).read_text(), "collect decides it, by data.heldout_share"
     for request in backend.asked:
         assert request.token_ids == chat.encode("<|im_start|>user\n")
         assert (request.temperature, request.min_p, request.max_tokens) == (0.8, 0.1, 70)
@@ -99,7 +100,7 @@ def test_topics_and_openers_spread_the_prompts_and_the_topic_is_not_kept(tmp_pat
     prompts = [chat.tokenizer.decode(request.token_ids) for request in backend.asked]
     assert [sum(topic in prompt for prompt in prompts) for topic in topics] == [3, 3, 3]
     assert all(prompt.endswith(("user\nHow", "user\nWhy does")) for prompt in prompts)
-    rows, _ = read_conversations(tmp_path / OUTPUT_NAME, on_bad_line="stop")
+    rows = list(iterate_conversations(tmp_path / OUTPUT_NAME, on_bad_line="stop"))
     assert all(row.messages[0]["content"].startswith(("How", "Why does")) for row in rows)
     assert all(len(row.messages) == 1 for row in rows)
 

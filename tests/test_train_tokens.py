@@ -118,3 +118,15 @@ def test_unfinished_and_broken_files_are_told(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text('{"version": 0}')
     with pytest.raises(ValueError, match="another version"):
         Tokens(tmp_path, split="train")
+
+
+def test_a_flipped_bit_is_told(tmp_path: Path) -> None:
+    documents = {"train": [("a", [(3, True), (4, False)] * 40)], "heldout": [("b", [(1, True)])]}
+    _write(tmp_path, documents, shard_tokens=100)
+    path = shard_path(tmp_path, split="train", number=0)
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"is not the file that index\.json tells of; run the prepare stage again"):
+        Tokens(tmp_path, split="train")
+    assert len(Tokens(tmp_path, split="heldout")) == 1

@@ -14,7 +14,7 @@ from eyas.heads.build import build_head
 from eyas.heads.chat import TargetChat
 from eyas.heads.config import HeadConfig
 from eyas.heads.head import DraftHead
-from eyas.train.data.conversations import read_conversations
+from eyas.train.data.conversations import iterate_conversations
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -52,7 +52,7 @@ def teach_target(directory: Path, conversations: Path, *, steps: int = 150) -> P
     """A tiny target taught the answers of a conversation file for some seconds, so that there is something to draft."""
     write_target(directory, initializer_range=0.05)
     chat = TargetChat(directory)
-    rows, _ = read_conversations(conversations, on_bad_line="stop")
+    rows = list(iterate_conversations(conversations, on_bad_line="stop"))
     encoded = [document for row in rows for document in chat.encode_conversation(row.messages)]
     width = max(len(conversation.token_ids) for conversation in encoded)
     ids = torch.zeros(len(encoded), width, dtype=torch.long)

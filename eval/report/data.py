@@ -58,9 +58,10 @@ def _sources_table(counts: dict[str, Any]) -> Table:
             found["schema"],
             str(found["read"]),
             str(found["kept"]),
+            "not counted" if found["not_needed"] is None else str(found["not_needed"]),
             ", ".join(f"{number} {reason.replace('_', ' ')}" for reason, number in found["dropped"].items() if number)
             or "none",
         ]
         for name, found in counts["sources"].items()
     ]
-    return table(["source", "form", "read", "kept", "dropped"], rows, text_columns=2)
+    return table(["source", "form", "read", "kept", "not needed", "dropped"], rows, text_columns=2)

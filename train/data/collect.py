@@ -123,9 +123,10 @@ def _check_sources(sources: Sequence[Source], evaluation: Sequence[Source]) -> N
         raise ValueError("data.sources: there are none; list at least one")
     for group in (sources, evaluation):
         names = Counter(source.name for source in group)
+        key = "data.sources" if group is sources else "data.guard.sources"
         repeated = [name for name, number in names.items() if number > 1]
         if repeated:
-            raise ValueError(f"data.sources: several are called {repeated[0]!r}; give each a name of its own")
+            raise ValueError(f"{key}: several are called {repeated[0]!r}; give each a name of its own")
     weighted = [source.name for source in evaluation if source.weight is not None]
     if weighted:
         raise ValueError(f"data.guard.sources: {weighted[0]!r} has a weight, which means nothing there; remove it")

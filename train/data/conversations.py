@@ -15,23 +15,16 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import os
-import tempfile
 import zlib
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, Literal
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from eyas.heads.chat import Message
+from eyas.heads.files import atomic_stream
 from eyas.train.data.messages import BadConversation, check_messages, check_tools
 
 Split = Literal["train", "heldout"]
@@ -95,19 +88,6 @@ def iterate_conversations(
         yield conversation
 
 
-def read_conversations(path: Path, *, on_bad_line: OnBadLine) -> tuple[list[Conversation], dict[str, int]]:
-    """All conversations of a small file, and counts of what was read and skipped.
-
-    Raises:
-        ValueError: as `iterate_conversations`, or the file holds nothing usable.
-    """
-    skipped: Counter[str] = Counter()
-    conversations = list(iterate_conversations(path, on_bad_line=on_bad_line, skipped=skipped))
-    if not conversations:
-        raise ValueError(f"{path} holds no usable conversation ({skipped.total()} broken lines)")
-    return conversations, {"conversations_read": len(conversations), "lines_skipped": skipped.total()}
-
-
 def write_conversations(path: Path, conversations: Iterable[Conversation]) -> None:
     """Write a conversation file atomically, gzipped if its name ends in .gz; equal conversations give equal bytes."""
     write_records(path, map(to_record, conversations))
@@ -115,7 +95,7 @@ def write_conversations(path: Path, conversations: Iterable[Conversation]) -> No
 
 def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Write JSON lines atomically, one record in memory at a time; gzipped if the name ends in .gz."""
-    with _atomic_stream(path) as raw:
+    with atomic_stream(path) as raw:
         if path.suffix == ".gz":
             with gzip.GzipFile(filename="", mode="wb", fileobj=raw, compresslevel=9, mtime=0) as stream:
                 stream.writelines(map(encode_record, records))
@@ -132,25 +112,6 @@ def to_record(conversation: Conversation) -> dict[str, Any]:
     """The JSON object of a conversation; `tools` only where there are any."""
     record = vars(conversation)
     return record if conversation.tools is not None else {name: record[name] for name in record if name != "tools"}
-
-
-def line_offsets(path: Path) -> Tensor:
-    """Byte offset of every line of a plain .jsonl file that is not blank: int64 [n], for `read_at`.
-
-    Raises:
-        ValueError: the file is missing, or compressed (offsets into it would mean reading it from the start each time).
-    """
-    if path.suffix == ".gz":
-        raise ValueError(
-            f"{path} is compressed, and lines of it cannot be found by offset; unpack it with gunzip first"
-        )
-    offsets, position = array("q"), 0
-    with _open(path) as stream:
-        for line in stream:
-            if line.strip():
-                offsets.append(position)
-            position += len(line)
-    return torch.from_numpy(np.array(offsets, dtype=np.int64))
 
 
 def read_at(stream: IO[bytes], offset: int, *, number: int | None = None) -> Conversation:
@@ -256,20 +217,3 @@ def _open(path: Path) -> gzip.GzipFile | BufferedReader:
     if not path.is_file():
         raise ValueError(f"data.conversations: {path} does not exist; give a .jsonl or .jsonl.gz file of conversations")
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
-
-
-@contextmanager
-def _atomic_stream(path: Path) -> Iterator[IO[bytes]]:
-    """A stream whose bytes appear under `path` at once when the block ends without an error."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

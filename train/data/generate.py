@@ -38,7 +38,7 @@ class EngineSettings:
         max_model_len: tokens of a prompt and its answer together at most.
         batch_size: sequences decoded at a time.
         threads, kv_cache_gib: used on CPU only.
-        tensor_parallel_size: GPUs the target is split over.
+        tensor_parallel_size, gpu_memory_utilization: GPUs the target is split over, and the share of their memory.
         states: keep the hidden states of each conversation's last request, as `generation_states_settings` of
             train/features/states.py describes it; None = do not.
     """
@@ -51,6 +51,7 @@ class EngineSettings:
     threads: int
     kv_cache_gib: int
     tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.85
     trust_remote_code: bool = False
     states: dict[str, Any] | None = None
 
@@ -172,6 +173,7 @@ def engine_arguments(settings: dict[str, Any]) -> dict[str, Any]:
         "max_num_seqs": settings["batch_size"],
         "seed": settings["seed"],
         "tensor_parallel_size": settings["tensor_parallel_size"],
+        "gpu_memory_utilization": settings["gpu_memory_utilization"],
         "trust_remote_code": settings["trust_remote_code"],
         "skip_tokenizer_init": True,
         # On CPU compiling takes longer than most rounds; on GPUs the graphs pay within seconds.

@@ -3,7 +3,8 @@
     messages   a list of {"role", "content"} as OpenAI writes it: tool calls, tool results, reasoning, content in parts
     sharegpt   a list of {"from", "value"}: human, gpt, system, function_call, observation, ...
     pairs      a column with the prompt and one with the answer; "input" beside an instruction belongs to the prompt
-    prompts    pairs without an answer; several prompts in a list are the user's turns one after another
+    prompts    pairs without an answer; several prompts in a list are the user's turns of an evaluation set, which can be
+               guarded against but, having nothing between them, not be trained on
     text       a column `text`, taken as one user turn that waits for an answer
 
 `detect_schema` looks at the first rows and says which of these they are, by the usual column names or by those the

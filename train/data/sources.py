@@ -193,7 +193,7 @@ def _open(source: Source, *, seed: int) -> _Opened:
         if not is_dataset_directory(path):
             raise ValueError(f"path: {path} holds no data files; name a file, or a glob such as {path}/*.jsonl")
         return _Opened(enumerate(_hub(source, path=str(path)), start=1), countable=False)
-    files = [path] if path.is_file() else [Path(name) for name in sorted(glob.glob(str(path)))]  # noqa: PTH207
+    files = matching_files(source.path)
     if files:
         _refuse_hub_settings(source)
         return _open_files(files, source)
@@ -203,6 +203,14 @@ def _open(source: Source, *, seed: int) -> _Opened:
             f"path: no file {source.path}, and it is no hub dataset (org/name) and no package:NAME; check the path"
         )
     return _Opened(enumerate(_hub(source, path=source.path), start=1), countable=False)
+
+
+def matching_files(path: str) -> list[Path]:
+    """Files that a path or glob (`**` for any depth) means, sorted; none for a directory or for what is not there."""
+    written = Path(path).expanduser()
+    if written.is_file():
+        return [written]
+    return sorted(Path(name) for name in glob.glob(str(written), recursive=True) if Path(name).is_file())  # noqa: PTH207
 
 
 def _hub(source: Source, *, path: str) -> Iterator[dict[str, Any]]:
@@ -242,5 +250,6 @@ def _refuse_hub_settings(source: Source) -> None:
     hub_only = {"config": source.config, "revision": source.revision, "data_files": source.data_files}
     given = [name for name, value in hub_only.items() if value is not None]
     given += ["split"] if source.split != "train" else []
+    given += [] if source.streaming else ["streaming"]
     if given:
         raise ValueError(f"{', '.join(given)}: only hub datasets have it, and {source.path} is none; remove it")

@@ -17,7 +17,7 @@ from typing import Any
 
 from eyas.heads.chat import TargetChat
 from eyas.train.data.answers import Generate
-from eyas.train.data.conversations import Conversation, hash_split, prompt_hash, write_conversations
+from eyas.train.data.conversations import prompt_hash, write_records
 from eyas.train.data.user_turns import SELF_SOURCE, SelfPromptSeed, UserTurns, UserTurnSettings, self_prompt_seeds
 
 OUTPUT_NAME = "prompts.jsonl"
@@ -61,7 +61,7 @@ def synthesise(
             f"none of {count} sampled user turns can be used ({dict(dropped)}); this target may not write user turns from "
             "its template: set data.self_prompts.count to 0 and name data.sources"
         )
-    write_conversations(out_dir / OUTPUT_NAME, (_conversation(number, text) for number, text in kept))
+    write_records(out_dir / OUTPUT_NAME, (_record(number, text) for number, text in kept))
     return {"prompts_sampled": count, "prompts": len(kept), "dropped": dict(dropped)}
 
 
@@ -105,11 +105,6 @@ def _name(number: int) -> str:
     return f"{SELF_SOURCE}-{number:06d}"
 
 
-def _conversation(number: int, text: str) -> Conversation:
-    return Conversation(
-        id=_name(number),
-        split=hash_split(text),
-        source=SELF_SOURCE,
-        truncated=False,
-        messages=[{"role": "user", "content": text}],
-    )
+def _record(number: int, text: str) -> dict[str, Any]:
+    """No split: collect decides it, as for every other prompt."""
+    return {"id": _name(number), "source": SELF_SOURCE, "messages": [{"role": "user", "content": text}]}

@@ -102,7 +102,7 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):
         self._background: _Background | None = None
         self._writing: dict[str, Future[None]] = {}
 
-    # ------------------------------------------------------------------------------------------- scheduler's side
+    # Called in the scheduler's process.
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:  # noqa: ARG002
         """The requests that finished since the last step."""
@@ -121,7 +121,7 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):
         self._finished.append(FinishedRequest(request.request_id, document, token_ids, list(block_ids)))
         return True, None
 
-    # ---------------------------------------------------------------------------------------------- worker's side
+    # Called in the worker's process, which holds the states.
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """Find the cache of the hidden states, and open the writer on the rank that writes."""

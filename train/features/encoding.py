@@ -37,8 +37,6 @@ STORED_DTYPES: dict[Storage, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
 }
 LARGEST_FP8 = 448.0
-TOKEN_BYTES = 5
-"""An int32 id and a bool of the answer mask."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,5 +137,5 @@ def _require_takeable(store: Path, there: StoreIdentity, wanted: StoreIdentity) 
     if differing:
         raise ValueError(
             f"the states of the generation in {store} differ from what is to be extracted in {', '.join(differing)}; "
-            "delete them and generate again, or extract without them"
+            "set data.generation.keep_states=false to compute them anew, or undo the change"
         )

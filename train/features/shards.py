@@ -14,21 +14,19 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import os
 import struct
-import tempfile
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import IO, Self
 
 import torch
 from torch import Tensor
 
-from eyas.heads.files import sync_directory
+from eyas.heads.files import atomic_stream, sync_directory
 from eyas.train.features.encoding import EncodedDocument, has_teacher_rows, stored_tensors
 from eyas.train.features.identity import StoreIdentity
 
@@ -166,22 +164,13 @@ def _write_atomically(path: Path, header: bytes, parts: Iterable[list[Tensor]]) 
     # Only the holder of a shard's claim writes it, so a half file of that name is a dead writer's.
     for left_over in path.parent.glob(f".{path.name}.*"):
         left_over.unlink(missing_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(header)
-            _write_tensors(stream, parts)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-        sync_directory(path.parent)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with atomic_stream(path) as stream:
+        stream.write(header)
+        _write_tensors(stream, parts)
+    sync_directory(path.parent)
 
 
-def _write_tensors(stream: BinaryIO, parts: Iterable[list[Tensor]]) -> None:
+def _write_tensors(stream: IO[bytes], parts: Iterable[list[Tensor]]) -> None:
     for tensors in parts:
         for tensor in tensors:
             stream.write(_raw(tensor))

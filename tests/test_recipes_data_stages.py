@@ -1,0 +1,114 @@
+"""Data stages: what makes them stale and what does not, extractors that join, and a report that follows its data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyas.heads.files import read_json, write_text
+from eyas.recipes import feature_stage, score_stage
+from eyas.recipes.generation_stages import regenerate_stage
+from eyas.recipes.join import join_extraction
+from eyas.recipes.pipeline import run_until
+from eyas.recipes.run import Run
+from eyas.recipes.schema import Recipe
+from eyas.recipes.stage import read_manifest
+from tests import tiny
+from tests.eval_records import write_session
+
+
+def make_recipe(folder: Path, **values: Any) -> Recipe:
+    base = {
+        "name": "tiny",
+        "run_dir": str(folder / "run"),
+        "target": {"model": str(folder / "target")},
+        "data": {"conversations": str(folder / "chats.jsonl"), "max_length": 64},
+        "features": {"capture_layers": list(tiny.CAPTURE_LAYERS), "dtype": "float32", "batch_tokens": 256},
+        "head": {"draft_vocab_size": 64},
+    }
+    return Recipe.model_validate(base | values)
+
+
+def regenerated(folder: Path, **data: Any) -> str:
+    """Fingerprint of the regenerate stage of a recipe that makes its own prompts."""
+    own = {"self_prompts": {"count": 5}, "regenerate": True}
+    recipe = make_recipe(folder, data=own | data)
+    run = Run(recipe=recipe, run_dir=folder / "run", target_dir=folder, target_fingerprint="t")
+    for name in ("conversations.jsonl", "evaluation_prompts.jsonl"):
+        write_text(folder / "run" / "collect" / name, name)
+    return regenerate_stage(run).fingerprint
+
+
+def test_what_changes_answers_makes_them_stale(tmp_path: Path) -> None:
+    plain = regenerated(tmp_path)
+    for generation in ({"seed": 1}, {"temperature": [0.5, 0.7]}, {"max_tokens": 9}, {"truncated": "drop"}):
+        assert regenerated(tmp_path, generation=generation) != plain
+    assert regenerated(tmp_path, template_options={"enable_thinking": False}) != plain
+    one = regenerated(tmp_path, generation={"follow_ups": 1})
+    assert one != plain
+    assert regenerated(tmp_path, generation={"follow_ups": 1}, guard={"ngram": 8}) != one, (
+        "follow-ups are guarded by it"
+    )
+    assert regenerated(tmp_path, guard={"ngram": 8}) == plain
+
+
+def test_what_only_changes_speed_or_storage_keeps_answers(tmp_path: Path) -> None:
+    plain = regenerated(tmp_path)
+    for generation in ({"batch_size": 2}, {"keep_states": True}, {"servers": {"urls": ["http://a/v1"]}}):
+        assert regenerated(tmp_path, generation=generation) == plain
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    tiny.write_target(tmp_path / "target")
+    tiny.write_conversation_file(tmp_path / "chats.jsonl", train=24, heldout=4)
+    return make_recipe(tmp_path)
+
+
+def test_a_second_extractor_makes_the_shards_of_a_first(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is stopped as soon as it has begun; the one that joins does the work; the first then publishes it."""
+    lines: list[str] = []
+    with pytest.raises(ValueError, match="start `eyas extract` first"):
+        join_extraction(recipe, say=lines.append)
+    run_until(recipe, last="prepare", say=lines.append)
+    with pytest.raises(ValueError, match="no extraction of this recipe is under way"):
+        join_extraction(recipe, say=lines.append)
+
+    def stopped(_run: Run, out_dir: Path) -> dict[str, Any]:
+        (out_dir / "begun").touch()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(feature_stage, "extract_body", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            run_until(recipe, last="extract", say=lines.append)
+    join_extraction(recipe, say=lines.append)
+    shards = {path.name for path in (recipe.run_directory / "features.partial").glob("*.safetensors")}
+    assert shards
+    made: list[str] = []
+    run_until(recipe, last="extract", say=made.append)
+    features = recipe.run_directory / "features"
+    assert {path.name for path in features.glob("*.safetensors")} == shards
+    assert read_manifest(features)["counts"]["padding_tokens"] == 0, "nothing was computed again"
+    assert not (features / ".claims").exists(), "a store is the same whoever made it"
+    join_extraction(recipe, say=lines.append)
+    assert lines[-1].endswith("stands")
+
+
+def test_the_report_follows_counts_that_changed_without_the_data(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score_dir = tmp_path / "run" / "score"
+    write_session(score_dir)
+    write_text(score_dir / "manifest.json", '{"files": {}}')
+    context = read_json(score_dir / "context.json")
+    run = Run(recipe=recipe, run_dir=tmp_path / "run", target_dir=tmp_path, target_fingerprint="t")
+    monkeypatch.setattr(score_stage, "score_context", lambda _run: context)
+    score_stage._refresh_report(run, score_dir)
+    assert not (score_dir / "report.md").exists(), "nothing changed"
+    context["data"] = [{"source": "another", "licence": "MIT"}]
+    score_stage._refresh_report(run, score_dir)
+    assert "another" in (score_dir / "report.md").read_text()
+    assert read_json(score_dir / "context.json") == context
