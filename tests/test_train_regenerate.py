@@ -25,7 +25,7 @@ from eyas.train.data.answers import (
     read_finished,
     stable_number,
 )
-from eyas.train.data.conversations import Conversation, read_conversations, write_conversations
+from eyas.train.data.conversations import Conversation, iterate_conversations, write_conversations
 from eyas.train.data.dialogues import Sampling, turns
 from eyas.train.data.follow_ups import FollowUps
 from eyas.train.data.generate import EngineSettings, OfflineEngine
@@ -130,7 +130,7 @@ def run(
     counts = regenerate(
         out_dir, conversations=source, chat=chat, generate=backend, sampling=sampled or sampling(), **more
     )
-    return read_conversations(out_dir / OUTPUT_NAME, on_bad_line="stop")[0], counts, backend
+    return list(iterate_conversations(out_dir / OUTPUT_NAME, on_bad_line="stop")), counts, backend
 
 
 def test_every_answer_is_asked_after_the_ones_before_it(tmp_path: Path, chat: TargetChat) -> None:
