@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from eyas.heads.target import DTYPES
 from eyas.recipes.hardware import Hardware
 from eyas.recipes.target_size import TargetSize
 
@@ -19,7 +20,6 @@ TRAIN_SHARE = 0.25
 GENERATE_SHARE = 0.5
 """Shares of the hardware's peak (of its bandwidth, for decoding) that the hours assume."""
 
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 HOUR = 3600.0
 
 
@@ -88,14 +88,14 @@ def extraction_memory(
 ) -> float:
     """Bytes per device: weights, the states kept of a batch, and about a dozen working copies of its hidden states."""
     weights = target.weight_bytes / (devices if spread else 1)
-    return weights + batch_tokens * target.hidden_size * DTYPE_BYTES[dtype] * (captured + 1 + 12)
+    return weights + batch_tokens * target.hidden_size * DTYPES[dtype].itemsize * (captured + 1 + 12)
 
 
 def vllm_memory(
     target: TargetSize, *, captured: int, dtype: str, max_length: int, batch_size: int, devices: int
 ) -> float:
     """Bytes per device that vLLM needs at least: weights, and a KV cache and states for `batch_size` conversations."""
-    size = DTYPE_BYTES[dtype]
+    size = DTYPES[dtype].itemsize
     cached = 2 * target.num_layers * target.num_kv_heads * target.head_dim * size
     states = (captured + 1) * target.hidden_size * size
     return target.weight_bytes / devices + batch_size * max_length * (cached / devices + states)

@@ -14,9 +14,9 @@ from eyas.recipes.run import Run
 from eyas.recipes.schema_data import Source
 from eyas.recipes.sources import local_files, place_of
 from eyas.recipes.stage import MANIFEST, read_manifest
+from eyas.train.data.sources import JSON_LINES, SourceReader
 
 SAMPLED_CONVERSATIONS = 200
-JSON_LINES = (".jsonl", ".jsonl.gz")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +120,6 @@ def _is_readable(source: Source) -> bool:
 
 def _sample(source: Source, *, chat: TargetChat, max_length: int, heldout_share: float) -> _Sample:
     """The first conversations of a source, as the collect and prepare stages would take them."""
-    from eyas.train.data.sources import SourceReader
-
     reader = SourceReader(place_of(source), on_bad_line="skip", seed=0)
     lengths, answers, heldout = [], [], 0
     rows = reader.conversations(heldout_share=heldout_share)

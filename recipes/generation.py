@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +11,7 @@ from eyas.recipes.run import Run, available_cores
 
 if TYPE_CHECKING:
     from eyas.heads.chat import TargetChat
-    from eyas.train.data.answers import Answer, GenerationRequest
-
-    Generate = Callable[[list[GenerationRequest], str], dict[str, Answer]]
+    from eyas.train.data.answers import Generate
 
 
 def target_chat(run: Run) -> TargetChat:

@@ -13,11 +13,10 @@ import yaml
 from eyas.heads.files import fingerprint, fingerprint_file
 from eyas.recipes.load import BUILTIN_SCHEME, package_folder, resolve_builtin
 from eyas.recipes.schema_data import Source
+from eyas.train.data.sources import PACKAGE_SCHEME, URL_SCHEMES, matching_files
 
 if TYPE_CHECKING:
     from eyas.train.data.sources import Source as Place
-
-PACKAGE_SCHEME = "package:"
 
 
 _DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field in Source.model_fields.items()}
@@ -101,10 +100,8 @@ def local_files(source: Source) -> list[Path]:
     assert source.path is not None
     if source.path.startswith(BUILTIN_SCHEME):
         return [resolve_builtin(source.path)]
-    if source.path.startswith((PACKAGE_SCHEME, "http://", "https://")):
+    if source.path.startswith((PACKAGE_SCHEME, *URL_SCHEMES)):
         return []
-    from eyas.train.data.sources import matching_files
-
     path = Path(source.path).expanduser()
     found = (
         [each for each in sorted(path.rglob("*")) if each.is_file()] if path.is_dir() else matching_files(source.path)
