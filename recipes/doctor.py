@@ -13,7 +13,11 @@ from eyas.heads.serving import require_vllm
 from eyas.recipes.run import available_cores
 
 REQUIRED = ("torch", "transformers", "accelerate")
-OPTIONAL = {"wandb": "train.tracker=wandb", "deepspeed": "large targets on several GPUs"}
+OPTIONAL = {
+    "wandb": "tracking.trackers=[wandb]",
+    "tensorboard": "tracking.trackers=[tensorboard]",
+    "deepspeed": "ZeRO on several GPUs",
+}
 
 Check = tuple[str, str | None]
 """A line to print, and what is missing with its mend, if something is."""

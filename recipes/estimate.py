@@ -48,9 +48,9 @@ class HeadSize:
         return self.slots + self.rows + self.readout
 
 
-def checkpoint_bytes(parameters: int) -> int:
-    """Disk of training: the newest checkpoint and the one being written (fp32 weight and two moments), and the head."""
-    return parameters * (2 * 12 + 4)
+def checkpoint_bytes(parameters: int, *, kept: int) -> int:
+    """Disk of training: the checkpoints kept, the one being written (fp32 weight and two moments), and the head."""
+    return parameters * ((kept + 1) * 12 + 4)
 
 
 def extraction_flops(tokens: Tokens, *, target: TargetSize, mean_length: float) -> float:
@@ -106,15 +106,16 @@ def training_memory(
     *,
     target: TargetSize,
     captured: int,
-    batch_tokens: int,
+    pack_tokens: int,
     answer_share: float,
     steps: int,
     draft_vocab: int,
 ) -> float:
-    """Bytes per device: trained state, the target's embedding and lm_head, and roughly the activations of a batch."""
-    state = parameters * TRAINED_BYTES + 2 * target.vocab_size * target.hidden_size * 4
-    rows = batch_tokens * answer_share * steps
-    activations = 4 * target.hidden_size * (batch_tokens * (captured + 4) + rows * 24)
+    """Bytes per device: trained state, the target's lm_head rows of the draft vocabulary, and roughly the activations of
+    a pack. The target's embedding stays in the node's memory, once for all processes."""
+    state = parameters * TRAINED_BYTES + draft_vocab * target.hidden_size * 4
+    rows = pack_tokens * answer_share * steps
+    activations = 4 * target.hidden_size * (pack_tokens * (captured + 4) + rows * 24)
     chunk = 4 * 512 * draft_vocab * 4
     return state + activations + chunk
 

@@ -126,9 +126,9 @@ def _memory_lines(facts: PlanFacts, *, devices: int) -> list[str]:
     return [
         *lines,
         f"head:           {bound}{most.total / 1e6:.1f} million trained parameters",
-        f"train disk:     {bound}{_gib(estimate.checkpoint_bytes(most.total))} (two checkpoints and the head)",
+        f"train disk:     {bound}{_gib(facts.checkpoint_bytes(most))} (checkpoints and the head)",
         f"train memory:   {bound}about {_gib(facts.training_memory())} per process (16 bytes per trained parameter; "
-        f"embedding and lm_head of the target; activations{target})",
+        f"the target's lm_head; activations of a pack{target})",
     ]
 
 
@@ -160,7 +160,7 @@ def _fit_lines(facts: PlanFacts, *, hardware: Hardware, devices: int) -> list[st
     """Whether extraction and training fit into a device's memory, and what to do where they do not."""
     needs = {"train": facts.training_memory()}
     mends = {
-        "train": "lower train.batch_tokens, or set features.device or features.where=process where the target is beside it"
+        "train": "lower train.pack_tokens, or set features.device or features.where=process where the target is beside it"
     }
     if facts.run.recipe.features.mode == "offline":
         needs = {"extract": facts.extraction_memory(devices=devices), **needs}

@@ -57,7 +57,7 @@ class PlanFacts:
 
     def needed_bytes(self) -> int:
         """Disk that the run still has to write, as far as it is known."""
-        needed = float(estimate.checkpoint_bytes(self.heads[0].total))
+        needed = float(self.checkpoint_bytes(self.heads[0]))
         if self.found is None or not self.stores_features or self._features_stand():
             return round(needed)
         form, tokens = store_form(self.run.recipe), self.found.tokens.total
@@ -65,6 +65,10 @@ class PlanFacts:
         if self.run.recipe.data.generation.keep_states:
             needed += tokens * self.token_bytes(form, everywhere=True)
         return round(needed)
+
+    def checkpoint_bytes(self, head: HeadSize) -> int:
+        """Disk that training fills with a head of that size."""
+        return estimate.checkpoint_bytes(head.total, kept=self.run.recipe.train.keep_checkpoints)
 
     def _features_stand(self) -> bool:
         directory = self.run.directory("extract")
@@ -100,7 +104,7 @@ class PlanFacts:
             self.heads[1].total,
             target=self.size,
             captured=self.captured,
-            batch_tokens=train.batch_tokens,
+            pack_tokens=min(train.pack_tokens or train.batch_tokens, train.batch_tokens),
             answer_share=self.found.tokens.answer_share if self.found else 1.0,
             steps=train.ttt_steps,
             draft_vocab=self.draft_vocab,

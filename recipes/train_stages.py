@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import typer
 
 from eyas.heads.config import default_capture_layers
 from eyas.recipes.estimate import HeadSize, checkpoint_bytes
+from eyas.recipes.provenance import git_state, versions
 from eyas.recipes.run import Run, available_cores
 from eyas.recipes.schema import Recipe
 from eyas.recipes.schema_train import Train
@@ -18,9 +20,11 @@ from eyas.recipes.stage import Stage, output_fingerprint, require_free_bytes, wi
 
 if TYPE_CHECKING:
     from eyas.train.inputs import TrainedInputs
-    from eyas.train.loop import LoopSettings
     from eyas.train.objective import Losses
+    from eyas.train.run import Optimization
+    from eyas.train.settings import LoopSettings
     from eyas.train.start import HeadPlan
+    from eyas.train.tracking import TrackingSettings
 
 NO_LAYERS: tuple[int, ...] = ()
 
@@ -70,28 +74,28 @@ def train_stage(run: Run) -> Stage:
     def body(out_dir: Path) -> dict[str, Any]:
         from eyas.train.run import run_training
 
-        require_free_bytes(
-            out_dir, needed=checkpoint_bytes(head_sizes(run)[0].total), what="training (two checkpoints and the head)"
-        )
+        needed = checkpoint_bytes(head_sizes(run)[0].total, kept=train.keep_checkpoints)
+        require_free_bytes(out_dir, needed=needed, what="training (checkpoints and the head)")
         return run_training(
             out_dir,
             inputs=trained_inputs(run),
             plan=head_plan(recipe),
             losses=loss_terms(train),
             loop=loop_settings(train, seed=recipe.seed),
-            weight_decay=train.weight_decay,
-            betas=train.betas,
-            precision="no" if train.precision == "fp32" else train.precision,
+            optimization=optimization(train),
+            precision=train.precision,
             evaluate_conversations=train.evaluate_conversations,
-            threads=train.threads or available_cores(),
-            tracker=train.tracker,
-            run_name=recipe.name,
+            threads=train.threads or max(1, available_cores() // processes_here()),
+            tracking=tracking_settings(run),
+            settings=settings,
+            facts={"versions": versions(), "git": git_state(), "recipe": recipe.model_dump(mode="json")},
             trust_remote_code=recipe.target.trust_remote_code,
             say=lambda line: typer.echo(f"train: {line}"),
         )
 
-    harmless = {"checkpoint_every", "log_every", "threads", "tracker"}
-    settings = {
+    # A pack's size changes sums by rounding only, as the number of processes does.
+    harmless = {"checkpoint_every", "keep_checkpoints", "log_every", "threads", "pack_tokens", "max_skipped_steps"}
+    settings: dict[str, Any] = {
         "head": head.model_dump(mode="json"),
         "init": without(recipe.init.model_dump(mode="json"), {"head"}),
         "train": without(train.model_dump(mode="json"), harmless),
@@ -109,7 +113,31 @@ def train_stage(run: Run) -> Stage:
         inputs["features"] = output_fingerprint(run.directory("extract"))
     if recipe.init.head is not None:
         inputs["init_head"] = head_fingerprint(init_directory(recipe))
-    return Stage(name="train", settings=settings, inputs=inputs, body=body, describe=_describe_training)
+    return Stage(
+        name="train", settings=settings, inputs=inputs, body=body, describe=_describe_training, precious="checkpoints"
+    )
+
+
+def processes_here() -> int:
+    """Processes that a launcher started on this node; 1 without one."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def tracking_settings(run: Run) -> TrackingSettings:
+    """Where the curves of a run go besides metrics.jsonl."""
+    from eyas.train.tracking import TrackingSettings
+
+    recipe, tracking = run.recipe, run.recipe.tracking
+    return TrackingSettings(
+        kinds=tracking.trackers,
+        name=recipe.name,
+        project=tracking.project,
+        entity=tracking.entity,
+        group=tracking.group,
+        tags=tracking.tags,
+        mode=tracking.mode,
+        config={"recipe": recipe.model_dump(mode="json"), "git": git_state()},
+    )
 
 
 def trained_inputs(run: Run) -> TrainedInputs:
@@ -230,33 +258,63 @@ def loss_terms(train: Train) -> Losses:
     from eyas.train.losses import TokenLoss
     from eyas.train.objective import Losses
 
+    weights = train.losses
     return Losses(
-        token=TokenLoss(weight=train.token_loss_weight, top_k=train.top_k, top_k_weight=train.top_k_loss_weight),
-        feature_weight=train.feature_loss_weight,
+        token=TokenLoss(
+            forward_kl=weights.forward_kl,
+            reverse_kl=weights.reverse_kl,
+            jensen_shannon=weights.jensen_shannon,
+            total_variation=weights.total_variation,
+            log_acceptance=weights.log_acceptance,
+            cross_entropy=weights.cross_entropy,
+            top_k=weights.top_k,
+            top_k_tokens=weights.top_k_tokens,
+        ),
+        feature_weight=weights.feature,
         detach=train.detach_feedback,
     )
 
 
 def loop_settings(train: Train, *, seed: int) -> LoopSettings:
     """The part of the training section that the step loop takes."""
-    from eyas.train.loop import LoopSettings
     from eyas.train.noise import FeatureNoise
+    from eyas.train.settings import LoopSettings
 
     return LoopSettings(
         epochs=train.epochs,
         batch_tokens=train.batch_tokens,
+        pack_tokens=train.pack_tokens,
         ttt_steps=train.ttt_steps,
         ttt_warmup_share=train.ttt_warmup_share,
         step_decay=train.step_decay,
         learning_rate=train.learning_rate,
         warmup_share=train.warmup_share,
         schedule=train.schedule,
-        max_grad_norm=train.max_grad_norm,
-        max_grad_value=train.max_grad_value,
+        decay_share=train.decay_share,
+        final_share=train.final_share,
         noise=FeatureNoise(kind=train.feature_noise, width=train.feature_noise_width),
+        ema_decay=train.ema_decay,
         evaluate_every=train.evaluate_every,
+        stop_after_evaluations=train.stop_after_evaluations,
+        max_skipped_steps=train.max_skipped_steps,
         checkpoint_every=train.checkpoint_every,
+        keep_checkpoints=train.keep_checkpoints,
         log_every=train.log_every,
         chain_length=train.chain_length,
         seed=seed,
+    )
+
+
+def optimization(train: Train) -> Optimization:
+    """The part of the training section that the optimiser takes."""
+    from eyas.train.run import Optimization
+
+    return Optimization(
+        kind=train.optimizer,
+        learning_rate=train.learning_rate,
+        muon_learning_rate=train.muon_learning_rate,
+        betas=train.betas,
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        max_grad_value=train.max_grad_value,
     )

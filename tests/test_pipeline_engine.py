@@ -152,8 +152,8 @@ def test_a_head_from_elsewhere_is_scored_without_training(
 def test_an_eagle_head_goes_the_same_way(recipe: Path, tmp_path: Path) -> None:
     """Trained with regression, noise and the HASS term, exported, served as method eagle, scored against plain decoding."""
     overrides = [f"run_dir={tmp_path / 'run'}", "head.kind=eagle", "head.draft_vocab_size=auto"]
-    overrides += ["features.capture_layers=null", "train.feature_loss_weight=1.0", "train.feature_noise=length"]
-    overrides += ["train.top_k_loss_weight=0.5", "score.batch_sizes=[4]", "score.starts_per_arm=1"]
+    overrides += ["features.capture_layers=null", "train.losses.feature=1.0", "train.feature_noise=length"]
+    overrides += ["train.losses.top_k=0.5", "score.batch_sizes=[4]", "score.starts_per_arm=1"]
     result = _eyas("run", str(recipe), *overrides)
     assert result.returncode == 0, result.stderr[-4000:]
     results = read_json(tmp_path / "run" / "score" / "results.json")

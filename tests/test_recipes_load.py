@@ -132,7 +132,7 @@ def test_an_override_can_add_a_section(tmp_path: Path) -> None:
         ("train.epochs", "write section.field=value"),
         ("train.epochs=", "train.epochs: has no value"),
         ("train.epochs=two", "train.epochs: got two (text), expected a valid integer"),
-        ("train.tracker=mlflow", "train.tracker: got mlflow (text), expected 'none' or 'wandb'"),
+        ("tracking.trackers=[mlflow]", "tracking.trackers.0: got mlflow (text), expected 'wandb' or 'tensorboard'"),
         ("score.batch_sizes=[1", "score.batch_sizes, line 1"),
         ("score.batch_sizes=[1, 1]", "score.batch_sizes: values must be distinct"),
     ],

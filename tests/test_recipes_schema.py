@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from eyas.recipes.keys import valid_keys
 from eyas.recipes.load import load_recipe, shipped_recipes
-from eyas.recipes.schema import Data, Features, Head, Init, Recipe, Score, Target, Train
+from eyas.recipes.schema import Data, Features, Head, Init, Recipe, Score, Target, Tracking, Train
 
 MINIMAL: dict[str, Any] = {"name": "tiny", "target": {"model": "org/model"}, "data": {"conversations": "chats.jsonl"}}
 
@@ -43,10 +43,10 @@ def test_a_recipe_needs_only_name_target_and_data() -> None:
         ({"features": {"mode": "online", "cache": "first-epoch"}, "train": {"epochs": 1}}, r"features\.cache: what"),
         ({"data": {"conversations": "a", "generation": {"keep_states": True}}}, "nothing is generated"),
         (
-            {"features": {"teacher": "top-k", "teacher_k": 4}, "train": {"top_k_loss_weight": 1.0}},
-            r"train\.top_k: 10 likeliest tokens are more",
+            {"features": {"teacher": "top-k", "teacher_k": 4}, "train": {"losses": {"top_k": 1.0}}},
+            r"train\.losses\.top_k_tokens: 10 likeliest tokens are more",
         ),
-        ({"train": {"feature_loss_weight": 1.0}}, r"train\.feature_loss_weight: belongs to EAGLE"),
+        ({"train": {"losses": {"feature": 1.0}}}, r"train\.losses\.feature: belongs to EAGLE"),
         ({"train": {"feature_noise": "length"}}, r"train\.feature_noise: belongs to EAGLE"),
     ],
 )
@@ -60,7 +60,7 @@ def test_the_official_eagle_recipe_is_the_line_in_the_shipped_one() -> None:
     lines = shipped.read_text().partition("# Official recipe:")[2].splitlines()[:2]
     overrides = [word for line in lines for word in line.split() if word.startswith("train.")]
     train = load_recipe(shipped, overrides=overrides).train
-    assert (train.feature_loss_weight, train.token_loss_weight, train.top_k_loss_weight) == (1.0, 0.1, 0.0)
+    assert (train.losses.feature, train.losses.forward_kl, train.losses.top_k) == (1.0, 0.1, 0.0)
     assert (train.ttt_steps, train.feature_noise, train.feature_noise_width) == (1, "length", 0.2)
     assert (train.max_grad_value, train.max_grad_norm, train.betas) == (0.5, None, (0.9, 0.95))
 
@@ -108,7 +108,8 @@ def test_recipes_are_frozen_and_closed() -> None:
         (Head, {"kind": "eagle", "draft_vocab_size": 128}, "draft_vocab_size: an EAGLE head"),
         (Head, {"kind": "eagle", "vocabulary": "reuse"}, "target's vocabulary"),
         (Init, {"head": "a", "layer": "random"}, "nothing is initialised"),
-        (Train, {"token_loss_weight": 0}, "nothing would be learnt"),
+        (Train, {"losses": {"forward_kl": 0}}, "nothing would be learnt"),
+        (Tracking, {"trackers": ["wandb", "wandb"]}, "distinct"),
         (Train, {"ttt_steps": 0}, "greater than or equal to 1"),
         (Train, {"betas": [0.9, 1.0]}, "less than 1"),
         (Train, {"learning_rate": float("nan")}, "finite"),

@@ -17,6 +17,7 @@ from torch import Tensor
 from eyas.heads.head import FeatureSource
 from eyas.heads.slots import serving_slots, teacher_positions
 from eyas.train.features.documents import Document
+from eyas.train.features.documents import states_of as states_of
 from eyas.train.features.teacher import Teacher
 
 
@@ -58,22 +59,6 @@ def training_document(
         teacher=document.teacher.to(device),
         targets=[rows_S.to(device) for rows_S in targets],
     )
-
-
-def states_of(document: Document, *, source: FeatureSource) -> Tensor:
-    """The target's states [T, X] of a document that a head reads.
-
-    Raises:
-        ValueError: the head reads the last state at every slot, and it was not kept.
-    """
-    if source == "captured":
-        return document.captured_TX
-    if document.last_TH is None:
-        raise ValueError(
-            "an EAGLE head reads the last hidden state at every slot, and these features hold it at answers only; run the "
-            "extract stage again with head.kind=eagle"
-        )
-    return document.last_TH
 
 
 def run_batches(

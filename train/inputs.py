@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eyas.heads.target_source import target_fingerprint
 from eyas.train.data.tokens import SPLITS, Tokens
-from eyas.train.features.cache import CACHE_NAME, CachedDocuments, open_cache
+from eyas.train.features.cache import CACHE_NAME, CachedDocuments, first_meetings, open_cache
 from eyas.train.features.documents import Document, Documents
 from eyas.train.features.encoding import StoreForm
 from eyas.train.features.extract import planned_identity
@@ -22,6 +22,10 @@ from eyas.train.features.identity import StoreIdentity, check_identity
 from eyas.train.features.online import WINDOW_FORWARDS, OnlineDocuments, StateSource, TargetSettings, TargetStates
 from eyas.train.features.store import FeatureStore, Verify
 from eyas.train.features.target_process import TargetProcess
+from eyas.train.order import OrderSettings, RunOrder
+
+PREFETCH = 2
+"""Packs made ready ahead: one while another trains, and one more for uneven reading."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +74,17 @@ class OpenInputs:
     """Both splits, ready to be read.
 
     Attributes:
+        order: which training documents each step reads.
+        prefetch: packs to load ahead of their use in a thread; 0 where the target runs in this process, since a thread
+            would only take turns with the head on the same device.
         identity: what their documents hold.
         online: whether a document is computed when it is loaded.
     """
 
     train: Documents
     heldout: Documents
+    order: RunOrder
+    prefetch: int
     identity: StoreIdentity
     online: bool
 
@@ -111,7 +120,9 @@ def open_inputs(
     *,
     out_dir: Path,
     accelerator: Accelerator,
-    first_met: Callable[[Sequence[int]], list[list[int]]],
+    order: OrderSettings,
+    ttt_steps: int,
+    prefetch: int = PREFETCH,
     trust_remote_code: bool,
     say: Callable[[str], None],
 ) -> OpenInputs:
@@ -119,12 +130,13 @@ def open_inputs(
 
     Args:
         out_dir: of the run; a cache lies in it.
-        first_met: from the lengths of the training documents, what this process computes for each of its batches when
-            there is a cache (`first_meetings`).
+        ttt_steps: deepest training-time test of the run, by which rows are counted.
+        prefetch: packs to load ahead where that gains time; the same in every process.
         say: takes a line that the user should read.
 
     Raises:
-        ValueError: the states belong to another target or other tokens, or the target cannot run as asked.
+        ValueError: the states belong to another target or other tokens, the target cannot run as asked, or no training
+            document has anything to train on.
     """
     if isinstance(inputs.features, Online):
         return _open_online(
@@ -132,7 +144,9 @@ def open_inputs(
             inputs.features,
             out_dir=out_dir,
             accelerator=accelerator,
-            first_met=first_met,
+            order=order,
+            ttt_steps=ttt_steps,
+            prefetch=prefetch if inputs.features.where == "process" else 0,
             trust_remote_code=trust_remote_code,
             say=say,
         )
@@ -145,7 +159,15 @@ def open_inputs(
     stores = [FeatureStore(features.features_dir, split=split, verify=features.verify) for split in SPLITS]
     for store in stores:
         store.require_complete()
-    return OpenInputs(train=stores[0], heldout=stores[1], identity=identity, online=False)
+    train, heldout = stores
+    return OpenInputs(
+        train=train,
+        heldout=heldout,
+        order=RunOrder(train.lengths, train.trained_rows(num_steps=ttt_steps), settings=order),
+        prefetch=prefetch,
+        identity=identity,
+        online=False,
+    )
 
 
 def _open_online(
@@ -154,7 +176,9 @@ def _open_online(
     *,
     out_dir: Path,
     accelerator: Accelerator,
-    first_met: Callable[[Sequence[int]], list[list[int]]],
+    order: OrderSettings,
+    ttt_steps: int,
+    prefetch: int,
     trust_remote_code: bool,
     say: Callable[[str], None],
 ) -> OpenInputs:
@@ -167,6 +191,7 @@ def _open_online(
         trust_remote_code=trust_remote_code,
     )
     train, heldout = (Tokens(inputs.tokens_dir, split=split) for split in SPLITS)
+    run_order = RunOrder(train.lengths.tolist(), train.trained_rows(num_steps=ttt_steps), settings=order)
     settings = TargetSettings(
         target_dir=inputs.target_dir,
         tokens_dir=inputs.tokens_dir,
@@ -191,12 +216,16 @@ def _open_online(
             settings.cache,
             tokens=train,
             source=source,
-            first_met=first_met(documents.lengths),
+            first_met=first_meetings(
+                run_order, rank=accelerator.process_index, world_size=accelerator.num_processes, ahead=prefetch
+            ),
             window_tokens=window_tokens,
         )
     return OpenInputs(
         train=documents,
         heldout=OnlineDocuments(heldout, split="heldout", source=source, window_tokens=window_tokens),
+        order=run_order,
+        prefetch=prefetch,
         identity=identity,
         online=True,
     )

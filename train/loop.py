@@ -1,233 +1,158 @@
-"""The training loop: batches in, optimiser steps, metrics, evaluations, checkpoints.
+"""The training loop: packs in, optimiser steps, metrics, evaluations, checkpoints.
 
-Everything that decides what a step does is here and fits on a screen; what a step computes is in objective.py.
+Everything that decides what a step does is here and fits on a screen. What a step computes is in objective.py, how
+several processes do it together in parallel/, which documents it trains on in order.py, and what stays on disk in
+keeping.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
-from eyas.heads.formats.write import working_layout, write_head
-from eyas.heads.head import DraftHead
-from eyas.train.batches import TrainingDocument, run_batches, training_document
-from eyas.train.checkpoint import (
-    TrainingState,
-    head_directory,
-    load_latest,
-    prune_heads,
-    save_checkpoint,
-    saved_best_step,
-)
-from eyas.train.features.documents import Document, Documents
-from eyas.train.heldout import heldout_statistics
-from eyas.train.metrics import StepMetrics, Window
-from eyas.train.noise import FeatureNoise
-from eyas.train.objective import Losses, batch_loss, step_weights
-from eyas.train.optim import Schedule, learning_rate_at, set_learning_rate
-from eyas.train.preemption import StopRequest, stop_on_signals
-from eyas.train.tracking import METRICS_NAME, Both, JsonLines, NoTracker, Tracker
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoopSettings:
-    """What the loop does, step by step; steps are optimiser steps, shares are of all steps."""
-
-    epochs: int
-    batch_tokens: int
-    ttt_steps: int
-    ttt_warmup_share: float
-    step_decay: float
-    learning_rate: float
-    warmup_share: float
-    schedule: Schedule
-    max_grad_norm: float | None
-    max_grad_value: float | None
-    noise: FeatureNoise
-    evaluate_every: int
-    checkpoint_every: int
-    log_every: int
-    chain_length: int
-    seed: int
-
-
-class HeadObjective(nn.Module):
-    """Head and loss in one module, so that a distributed wrapper sees one forward call per step."""
-
-    embedding_VH: Tensor
-    target_readout_DH: Tensor
-
-    def __init__(self, head: DraftHead, *, embedding_VH: Tensor, target_readout_DH: Tensor, losses: Losses) -> None:
-        super().__init__()
-        self.head = head
-        self.losses = losses
-        self.register_buffer("embedding_VH", embedding_VH, persistent=False)
-        self.register_buffer("target_readout_DH", target_readout_DH, persistent=False)
-
-    def forward(
-        self, documents: Sequence[TrainingDocument], row_weights: Sequence[float]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Loss, and the sums of KL, hits and feature distances of each step."""
-        result = batch_loss(
-            self.head,
-            documents,
-            embedding_VH=self.embedding_VH,
-            target_readout_DH=self.target_readout_DH,
-            row_weights=row_weights,
-            losses=self.losses,
-        )
-        return result.loss, result.kl_sums_K, result.hits_K, result.feature_sums_K
+from eyas.heads.head import FeatureSource
+from eyas.train.checkpoint import TrainingState
+from eyas.train.ema import Averages
+from eyas.train.features.documents import Documents
+from eyas.train.guards import EarlyStop, NonFiniteGuard, SpikeGuard, explain_out_of_memory
+from eyas.train.keeping import Keeper
+from eyas.train.metrics import Window
+from eyas.train.objective import step_weights
+from eyas.train.order import Pack, RunOrder
+from eyas.train.pack import TrainingPack, training_pack
+from eyas.train.parallel.engine import TrainingEngine
+from eyas.train.preemption import Preempted, StopRequest, mark_for_requeue, stop_on_signals
+from eyas.train.prefetch import Prefetcher
+from eyas.train.settings import LoopSettings
+from eyas.train.tracking import Tracker
 
 
 @dataclass
 class Trainer:
-    """One run in one process; `train` is called once."""
+    """One run, in every process; `train` is called once.
 
-    accelerator: Accelerator
-    objective: HeadObjective
-    optimizer: torch.optim.Optimizer
+    Attributes:
+        embedding_VH: the target's embedding on the CPU; None when the head has its own.
+        pack_flops: floating-point operations of a pack over some TTT steps.
+        prefetch: packs that are made ready while another one trains; 0 makes each when it is needed.
+        say: takes a line that the user should read.
+    """
+
+    engine: TrainingEngine
+    order: RunOrder
     documents: Documents
-    heldout: Sequence[Document]
+    source: FeatureSource
+    embedding_VH: Tensor | None
+    keeper: Keeper
+    ema: Averages
+    tracker: Tracker
+    window: Window
     settings: LoopSettings
     run_dir: Path
-    tracker: Tracker
+    pack_flops: Callable[[TrainingPack, int], float]
+    prefetch: int
+    say: Callable[[str], None]
+    state: TrainingState
 
     def __post_init__(self) -> None:
-        self.state = load_latest(self.run_dir, module=self.objective, optimizer=self.optimizer)
-        # The bare modules: accelerate replaces their forward, and the wrapped model shares their parameters.
-        self.head, self.bare_optimizer = self.objective.head, self.optimizer
-        self.model, self.optimizer = self.accelerator.prepare(self.objective, self.optimizer)
-        self.is_main = self.accelerator.is_main_process
-        if self.is_main:
-            self.tracker = Both(JsonLines(self.run_dir / METRICS_NAME, resumed_step=self.state.step), self.tracker)
-        else:
-            self.tracker = NoTracker()
+        self.total = len(self.order)
+        self.nonfinite = NonFiniteGuard(limit=self.settings.max_skipped_steps)
+        self.spikes = SpikeGuard()
+        self.early_stop = EarlyStop(patience=self.settings.stop_after_evaluations)
 
     def train(self) -> TrainingState:
         """Run to the last step and return the final state.
 
         Raises:
-            KeyboardInterrupt: a signal asked to stop; the run was saved and continues from there when started again.
+            Preempted: a signal asked to stop; the run was saved and goes on from there when it is started again.
+            ValueError: a step does not fit memory, or losses are not finite again and again.
         """
-        settings = self.settings
-        batches = run_batches(
-            self.documents.lengths,
-            batch_tokens=settings.batch_tokens,
-            seed=settings.seed,
-            epochs=settings.epochs,
-            rank=self.accelerator.process_index,
-            world_size=self.accelerator.num_processes,
-        )
-        total = len(batches)
-        self.documents.start(batches, first=self.state.step)
-        self.accelerator.wait_for_everyone()  # what one process had to mend in a shared cache is there for all
-        with stop_on_signals() as stop, self._progress(total) as progress:
-            window = Window()
-            for batch in batches[self.state.step :]:
-                documents = self._documents(batch)
-                num_steps = 1 if self.state.step < settings.ttt_warmup_share * total else settings.ttt_steps
-                window.add(self._step(documents, num_steps=num_steps, total=total), num_steps=num_steps)
-                self.state.step += 1
+        ranks = {"rank": self.engine.rank, "world_size": self.engine.world_size}
+        self.documents.start(self.order.all_packs(**ranks), first=self.order.packs_before(self.state.step, **ranks))
+        self.engine.barrier()  # what one process had to mend in a shared cache is there for all
+        with stop_on_signals() as stop, self._progress() as progress, closing(self._prepared()) as prepared:
+            packs = iter(prepared)
+            ended = self.state.step == self.total
+            while not ended:
+                self._step(packs)
                 progress.update()
-                last = self.state.step == total
-                if self.state.step % settings.log_every == 0 or last:
-                    progress.set_postfix(self._log(window, epoch=settings.epochs * self.state.step / total))
-                    window = Window()
-                if self.state.step % settings.evaluate_every == 0 or last:
-                    self._evaluate()
-                if self.state.step % settings.checkpoint_every == 0 or last:
-                    self._save()
+                ended = self._after_step(progress)
                 if self._stop_agreed(stop):
                     self._stop(stop)
-        self.tracker.finish()
+        self.keeper.wait()
         return self.state
 
-    def _step(self, documents: list[TrainingDocument], *, num_steps: int, total: int) -> StepMetrics:
-        """One optimiser step on this process's batch; rows are weighted over the batches of all processes."""
-        settings = self.settings
-        rows_K = torch.tensor(
-            [sum(document.slots[step].shape[0] for document in documents) for step in range(num_steps)],
-            device=self.accelerator.device,
-        )
-        rows_K = self._sum(rows_K)
-        shares = step_weights(num_steps, decay=settings.step_decay)
-        processes = self.accelerator.num_processes
-        # Distributed averaging divides by the number of processes; a row must count the same wherever it is.
-        weights = [share * processes / max(int(rows), 1) for share, rows in zip(shares, rows_K, strict=True)]
-        rate = learning_rate_at(
-            self.state.step,
-            peak=settings.learning_rate,
-            total_steps=total,
-            warmup_steps=max(1, round(settings.warmup_share * total)),
-            schedule=settings.schedule,
-        )
-        set_learning_rate(self.optimizer, rate)
-        loss, kl_sums_K, hits_K, feature_sums_K = self.model(documents, weights)
-        self.accelerator.backward(loss)
-        norm = self._clip_gradients()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        tokens = torch.tensor(sum(document.num_tokens for document in documents), device=rows_K.device)
-        return StepMetrics(
-            rows_K=rows_K,
-            kl_sums_K=self._sum(kl_sums_K.detach()),
-            hits_K=self._sum(hits_K),
-            feature_sums_K=self._sum(feature_sums_K),
-            grad_norm=norm,
-            learning_rate=rate,
-            tokens=int(self._sum(tokens)),
-        )
+    def _step(self, packs: Iterator[TrainingPack]) -> None:
+        """One optimiser step over this process's packs of the global batch."""
+        step, settings = self.state.step, self.settings
+        mine = self.order.packs(step, rank=self.engine.rank, world_size=self.engine.world_size)
+        num_steps = settings.ttt_steps_at(step, total=self.total)
+        rows_K = self.order.rows(step)[:num_steps]
+        weights = self._row_weights(rows_K)
+        rate = settings.rate_at(step, total=self.total)
+        self.engine.set_learning_rate(rate)
+        for place, planned in enumerate(mine):
+            last = place == len(mine) - 1
+            pack = next(packs).to(self.engine.device, non_blocking=True)
+            with self._explained(pack, num_steps=num_steps), self.engine.accumulate(last=last):
+                loss, sums = self.engine.model(pack, weights if planned.counted else [0.0] * num_steps)
+                self.engine.backward(loss, last=last)
+            if planned.counted:
+                self.window.add_pack(loss.detach(), sums, flops=self.pack_flops(pack, num_steps))
+        norm = self.engine.clip()
+        finite = self.nonfinite.accepts(norm, step=step, documents=self.order.documents(step), state=self.state)
+        if finite:
+            self.engine.step()
+            self.ema.update()
+        else:
+            self.engine.drop()
+        tokens = self.order.tokens(step)
+        self.window.add_step(rows_K=rows_K, tokens=tokens, grad_norm=norm, learning_rate=rate, skipped=not finite)
+        self.state.step += 1
+        self.state.tokens += tokens
+        self.state.slots += sum(rows_K)
 
-    def _clip_gradients(self) -> float:
-        """Clip by value when asked to, then by global norm; the norm before the latter."""
-        parameters = [parameter for parameter in self.objective.parameters() if parameter.requires_grad]
-        if self.settings.max_grad_value is not None:
-            self.accelerator.clip_grad_value_(parameters, self.settings.max_grad_value)
-        limit = self.settings.max_grad_norm
-        norm = self.accelerator.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
-        return float(norm) if norm is not None else 0.0
+    def _row_weights(self, rows_K: list[int]) -> list[float]:
+        """What a row of each TTT step counts: its step's share, divided by the rows of that step in the global batch.
 
-    def _evaluate(self) -> None:
-        """Held-out tau on the main process; a new best head is kept as a head directory."""
-        self.accelerator.wait_for_everyone()
-        if self.is_main:
-            statistics = heldout_statistics(
-                self.head,
-                self.heldout,
-                embedding_VH=self.objective.embedding_VH,
-                target_readout_DH=self.objective.target_readout_DH,
-                num_tokens=self.settings.chain_length,
-                device=self.accelerator.device,
-                autocast=torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None,
+        Gradients are averaged over processes, and a row must count the same wherever it is.
+        """
+        shares = step_weights(len(rows_K), decay=self.settings.step_decay)
+        return [share * self.engine.world_size / max(rows, 1) for share, rows in zip(shares, rows_K, strict=True)]
+
+    def _after_step(self, progress: tqdm) -> bool:
+        """Log, evaluate and save where they are due; whether the run has ended."""
+        settings, step = self.settings, self.state.step
+        last = step == self.total
+        if step % settings.log_every == 0 or last:
+            progress.set_postfix(self._log())
+        if step % settings.evaluate_every == 0 or last:
+            self._evaluate()
+        stalled = self.early_stop.stalled(self.state)
+        if stalled and not last:
+            self.say(
+                f"stopped at step {step} of {self.total}: {settings.stop_after_evaluations} evaluations in a row brought "
+                f"no tau above {self.state.best_tau:.3f} (step {self.state.best_step})"
             )
-            record: dict[str, Any] = {"step": self.state.step, "heldout/tau": statistics.tau}
-            record |= {f"heldout/marginal_{i + 1}": rate for i, rate in enumerate(statistics.marginal)}
-            self.tracker.log(record)
-            if statistics.tau > self.state.best_tau:
-                self.state.best_step, self.state.best_tau = self.state.step, statistics.tau
-                write_head(
-                    head_directory(self.run_dir, self.state.step),
-                    self.head,
-                    dtype=torch.float32,
-                    to=working_layout(self.head.config),
-                )
-        self.accelerator.wait_for_everyone()
+        if step % settings.checkpoint_every == 0 or last or stalled:
+            self.keeper.save(self.state)
+        return last or stalled
 
-    def _save(self) -> None:
-        if self.is_main:
-            save_checkpoint(self.run_dir, module=self.objective, optimizer=self.bare_optimizer, state=self.state)
-            prune_heads(self.run_dir, keep={self.state.best_step, saved_best_step(self.run_dir)})
-        self.accelerator.wait_for_everyone()
-
-    def _log(self, window: Window, *, epoch: float) -> dict[str, str]:
-        record = {"step": self.state.step, "epoch": round(epoch, 4), **window.record()}
+    def _log(self) -> dict[str, str]:
+        """Write the window's metrics and begin a new one; what the progress bar shows."""
+        epoch = self.order.epoch(self.state.step)
+        record = self.window.record(self.engine.sum, state=self.state, epoch=epoch)
+        spike = self.spikes.look(
+            record["loss"], step=self.state.step, documents=self.order.documents(self.state.step - 1)
+        )
+        if spike is not None:
+            self.say(spike)
         self.tracker.log(record)
         return {
             "kl": f"{record['kl_1']:.3f}",
@@ -235,40 +160,65 @@ class Trainer:
             "tau": f"{self.state.best_tau:.3f}",
         }
 
+    def _evaluate(self) -> None:
+        with self.window.paused():
+            statistics = self.keeper.evaluate(self.state)
+        record: dict[str, float | int] = {"step": self.state.step, "heldout/tau": statistics.tau}
+        record |= {f"heldout/marginal_{i + 1}": rate for i, rate in enumerate(statistics.marginal)}
+        self.tracker.log(record)
+
     def _stop(self, stop: StopRequest) -> None:
-        self._save()
-        self.tracker.finish()
-        raise KeyboardInterrupt(f"training stopped by signal {stop.signal_number}, saved at step {self.state.step}")
+        self.keeper.save(self.state)
+        self.keeper.wait()
+        if self.engine.is_main:
+            mark_for_requeue(self.run_dir, signal_number=stop.signal_number, step=self.state.step)
+        raise Preempted(signal_number=stop.signal_number, step=self.state.step)
 
     def _stop_agreed(self, stop: StopRequest) -> bool:
         """True on every process as soon as one was signalled, so that all save the same step."""
-        if self.accelerator.num_processes == 1:
-            return stop.requested
-        return bool(self._sum(torch.tensor(int(stop.requested), device=self.accelerator.device)) > 0)
+        flag = torch.tensor(int(stop.requested), device=self.engine.device)
+        return bool(self.engine.sum(flag) > 0)
 
-    def _sum(self, value: Tensor) -> Tensor:
-        return self.accelerator.reduce(value, reduction="sum") if self.accelerator.num_processes > 1 else value  # type: ignore[return-value]
+    def _prepared(self) -> Prefetcher[tuple[int, Pack], TrainingPack]:
+        """Packs of the steps that are left, in order, made ready ahead of their use."""
+        ranks = {"rank": self.engine.rank, "world_size": self.engine.world_size}
+        steps = range(self.state.step, self.total)
+        items = ((step, pack) for step in steps for pack in self.order.packs(step, **ranks))
+        return Prefetcher(self._prepare, items, depth=self.prefetch)
 
-    def _documents(self, batch: list[int]) -> list[TrainingDocument]:
-        settings, documents = self.settings, []
-        for index, stored in zip(batch, self.documents.load(batch), strict=True):
-            document = training_document(
-                stored,
-                source=self.head.feature_source,
-                num_steps=settings.ttt_steps,
-                device=self.accelerator.device,
+    def _prepare(self, item: tuple[int, Pack]) -> TrainingPack:
+        step, planned = item
+        settings = self.settings
+
+        def perturb(states_TX: Tensor, place: int) -> Tensor:
+            document = planned.documents[place]
+            return settings.noise.apply(states_TX, seed=settings.seed, step=step, document=document)
+
+        pack = training_pack(
+            self.documents.load(planned.documents),
+            source=self.source,
+            num_steps=settings.ttt_steps,
+            embedding_VH=self.embedding_VH,
+            perturb=perturb,
+        )
+        return pack.pin() if self.engine.device.type == "cuda" else pack
+
+    @contextmanager
+    def _explained(self, pack: TrainingPack, *, num_steps: int) -> Iterator[None]:
+        """Turn running out of memory into a sentence with the numbers of the pack."""
+        try:
+            yield
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            explain_out_of_memory(
+                error, tokens=pack.num_tokens, rows=[slots_S.shape[0] for slots_S in pack.slots[:num_steps]]
             )
-            states_TX = settings.noise.apply(
-                document.states_TX, seed=settings.seed, step=self.state.step, document=index
-            )
-            documents.append(replace(document, states_TX=states_TX))
-        return documents
+            raise
 
-    def _progress(self, total: int) -> tqdm:
+    def _progress(self) -> tqdm:
         return tqdm(
-            total=total,
+            total=self.total,
             initial=self.state.step,
             unit="step",
             desc="train",
-            disable=None if self.is_main else True,
+            disable=None if self.engine.is_main else True,
         )

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate import PartialState
 from torch import Tensor
 
 from eyas.heads.config import load_target_config
@@ -22,18 +20,44 @@ from eyas.heads.formats.read import read_head
 from eyas.heads.head import DraftHead
 from eyas.heads.target import TargetPieces, load_target_pieces
 from eyas.heads.vocab import coverage
-from eyas.train.checkpoint import TrainingState, head_directory
-from eyas.train.features.cache import CACHE_NAME, first_meetings, remove_cache
+from eyas.train.checkpoint import Checkpoints, TrainingState, head_directory
+from eyas.train.ema import averages
+from eyas.train.evaluation import Evaluation
+from eyas.train.features.cache import CACHE_NAME, remove_cache
 from eyas.train.features.documents import Documents
+from eyas.train.flops import pack_flops
 from eyas.train.heldout import heldout_statistics
 from eyas.train.inputs import OpenInputs, TrainedInputs, in_order, open_inputs
-from eyas.train.loop import HeadObjective, LoopSettings, Trainer
-from eyas.train.objective import Losses
-from eyas.train.optim import adamw
+from eyas.train.keeping import Keeper
+from eyas.train.loop import Trainer
+from eyas.train.metrics import Window
+from eyas.train.objective import HeadObjective, Losses
+from eyas.train.optim import make_optimizer
+from eyas.train.order import RunOrder
+from eyas.train.parallel.engine import TrainingEngine
+from eyas.train.parallel.start import Processes, start_processes, training_engine
+from eyas.train.peak import nominal_flops, peak_flops
+from eyas.train.preemption import clear_requeue
+from eyas.train.settings import LoopSettings
 from eyas.train.start import HeadPlan, start_head
-from eyas.train.tracking import NoTracker, Tracker, Wandb
+from eyas.train.tracking import TrackingSettings, open_trackers
 
 HEAD_DIRECTORY = "head"
+PREFETCHED_PACKS = 4
+"""Packs made ready ahead: enough to hide reading from disk, few enough that their states do not fill memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimization:
+    """What the optimiser is given."""
+
+    kind: Literal["adamw", "muon"]
+    learning_rate: float
+    muon_learning_rate: float
+    betas: tuple[float, float]
+    weight_decay: float
+    max_grad_norm: float | None
+    max_grad_value: float | None
 
 
 def run_training(
@@ -43,75 +67,183 @@ def run_training(
     plan: HeadPlan,
     losses: Losses,
     loop: LoopSettings,
-    weight_decay: float,
-    betas: tuple[float, float],
-    precision: Literal["bf16", "no"],
+    optimization: Optimization,
+    precision: Literal["bf16", "fp32"],
     evaluate_conversations: int,
     threads: int | None,
-    tracker: Literal["none", "wandb"],
-    run_name: str,
+    tracking: TrackingSettings,
+    settings: dict[str, Any],
+    facts: dict[str, Any],
     trust_remote_code: bool,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Train a head and write the best one, by held-out tau, to `out_dir/head`.
 
     Args:
-        precision: of matrix products; weights and optimiser state stay float32.
+        precision: of matrix products; weights and optimiser state are float32.
         evaluate_conversations: held-out conversations of the evaluations while training; the final figure uses all.
+        threads: CPU threads of each process.
+        settings: what a checkpoint must agree with to be continued. facts: what it repeats for its reader.
 
     Returns:
         Steps, the best step, and what heldout.json holds.
 
     Raises:
         ValueError: features, target, head and launch do not fit together.
+        Preempted: a signal asked to stop, and the run was saved.
     """
-    accelerator = _accelerator(precision, threads=threads)
-    main = accelerator.is_main_process
-    say = say if main else _silent
+    processes = start_processes(
+        threads=threads,
+        max_grad_norm=optimization.max_grad_norm,
+        max_grad_value=optimization.max_grad_value,
+        optimizer=optimization.kind,
+    )
+    require_averages_possible(processes, ema_decay=loop.ema_decay)
+    accelerator = processes.accelerator
+    say = say if accelerator.is_main_process else _silent
     opened = open_inputs(
         inputs,
         out_dir=out_dir,
         accelerator=accelerator,
-        first_met=_first_met(loop, accelerator=accelerator),
+        order=loop.order,
+        ttt_steps=loop.ttt_steps,
         trust_remote_code=trust_remote_code,
         say=say,
     )
     with closing(opened):
+        _say_order(opened.order, world_size=accelerator.num_processes, say=say)
         pieces = load_target_pieces(inputs.target_dir)
-        target_config = load_target_config(inputs.target_dir, trust_remote_code=trust_remote_code)
-        head = _head(plan, inputs=inputs, opened=opened, pieces=pieces, target=target_config, seed=loop.seed, say=say)
-        objective = _objective(head, pieces=pieces, losses=losses, precision=precision)
-        state = Trainer(
-            accelerator=accelerator,
-            objective=objective,
-            optimizer=adamw(objective, learning_rate=loop.learning_rate, betas=betas, weight_decay=weight_decay),
-            documents=opened.train,
-            heldout=opened.heldout_in_memory(evaluate_conversations, say=say) if main else [],
-            settings=loop,
+        target = load_target_config(inputs.target_dir, trust_remote_code=trust_remote_code)
+        head = _head(plan, inputs=inputs, opened=opened, pieces=pieces, target=target, seed=loop.seed, say=say)
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        readout_DH = teacher_readout(head, pieces=pieces, opened=opened, dtype=dtype)
+        autocast = torch.bfloat16 if precision == "bf16" else None
+        engine = _engine(
+            processes, head, readout_DH=readout_DH, losses=losses, autocast=autocast, optimization=optimization
+        )
+        evaluation = Evaluation(
+            documents=opened.heldout_share(
+                evaluate_conversations, rank=engine.rank, world_size=engine.world_size, say=say
+            ),
+            embedding_VH=pieces.embedding_VH,
+            target_readout_DH=None if readout_DH is None else readout_DH.to(engine.device),
+            chain_length=loop.chain_length,
+            autocast=autocast,
+        )
+        ema = averages(engine.trainable().items(), decay=loop.ema_decay)
+        keeper = Keeper(
+            engine=engine,
+            evaluation=evaluation,
+            checkpoints=Checkpoints(out_dir, settings=settings, keep=loop.keep_checkpoints, say=say),
+            ema=ema,
             run_dir=out_dir,
-            tracker=_tracker(tracker, out_dir=out_dir, name=run_name, settings=asdict(loop), main=main),
-        ).train()
-        counts: dict[str, Any] = {"steps": state.step, "best_step": state.best_step}
-        if main:
-            counts |= _finish(
-                out_dir, state=state, heldout=opened.heldout, pieces=pieces, target_config=target_config, loop=loop
-            )
-    _end(accelerator)
-    if main:
+            facts=facts | {"world_size": engine.world_size},
+        )
+        state = keeper.resume()
+        clear_requeue(out_dir)
+        with open_trackers(tracking, run_dir=out_dir, resumed_step=state.step, main=engine.is_main, say=say) as tracker:
+            state = Trainer(
+                engine=engine,
+                order=opened.order,
+                documents=opened.train,
+                source=head.feature_source,
+                embedding_VH=None if head.config.own_embedding else pieces.embedding_VH,
+                keeper=keeper,
+                ema=ema,
+                tracker=tracker,
+                window=_window(engine, dtype=dtype),
+                settings=loop,
+                run_dir=out_dir,
+                pack_flops=partial(pack_flops, config=head.config, train_readout=_trains_readout(head)),
+                prefetch=opened.prefetch,
+                say=say,
+                state=state,
+            ).train()
+            counts: dict[str, Any] = {"steps": state.step, "best_step": state.best_step, "skipped_steps": state.skipped}
+            if engine.is_main:
+                counts |= _finish(out_dir, state=state, heldout=opened.heldout, pieces=pieces, target=target, loop=loop)
+                tracker.artifact(out_dir / HEAD_DIRECTORY, kind="head")
+    engine.end()
+    if engine.is_main:
         remove_cache(out_dir / CACHE_NAME)
     return counts
 
 
-def _first_met(loop: LoopSettings, *, accelerator: Accelerator) -> Callable[[Sequence[int]], list[list[int]]]:
-    """What a cache makes this process compute, from the lengths of the documents."""
-    return partial(
-        first_meetings,
-        batch_tokens=loop.batch_tokens,
-        seed=loop.seed,
-        epochs=loop.epochs,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
+def require_averages_possible(processes: Processes, *, ema_decay: float | None) -> None:
+    """
+    Raises:
+        ValueError: averages are wanted, and no process holds weights to average.
+    """
+    stage = 0 if processes.deepspeed is None else processes.deepspeed["zero_optimization"]["stage"]
+    if ema_decay is not None and stage == 3:
+        raise ValueError(
+            "train.ema_decay does not work under ZeRO-3, where no process holds the weights: use ZeRO-2 or FSDP2, or set "
+            "it to null"
+        )
+
+
+def _say_order(order: RunOrder, *, world_size: int, say: Callable[[str], None]) -> None:
+    found = order.statistics(world_size=world_size)
+    line = f"{len(order)} steps of {found.documents_per_step:.1f} conversations on average, {found.fill:.1%} full"
+    say(line if order.untrained == 0 else f"{line}; {order.untrained} conversations have nothing to train on")
+    warning = order.warning(world_size=world_size)
+    if warning is not None:
+        say(warning)
+
+
+def _window(engine: TrainingEngine, *, dtype: torch.dtype) -> Window:
+    nominal = nominal_flops(engine.device)
+    engine.barrier()  # processes that share processors measure what they will share in training
+    peak = peak_flops(engine.device, dtype=dtype, nominal=nominal if dtype == torch.bfloat16 else None)
+    return Window(device=engine.device, rank=engine.rank, world_size=engine.world_size, peak=peak)
+
+
+def _trains_readout(head: DraftHead) -> bool:
+    return any(name == "lm_head.weight" and weight.requires_grad for name, weight in head.named_parameters())
+
+
+def _finish(
+    out_dir: Path,
+    *,
+    state: TrainingState,
+    heldout: Documents,
+    pieces: TargetPieces,
+    target: Any,
+    loop: LoopSettings,
+) -> dict[str, Any]:
+    """Keep the best head as `head/` and measure it in float32 on every held-out conversation."""
+    final = out_dir / HEAD_DIRECTORY
+    shutil.rmtree(final, ignore_errors=True)
+    shutil.copytree(head_directory(out_dir, state.best_step), final)
+    device = PartialState().device or torch.device("cpu")
+    head = read_head(final, target_config=target).to(device)
+    readout_DH: Tensor = pieces.readout_VH[head.draft_to_target_D.cpu()].to(device).float()
+    statistics = heldout_statistics(
+        head,
+        in_order(heldout),
+        embedding_VH=pieces.embedding_VH,
+        target_readout_DH=readout_DH,
+        num_tokens=loop.chain_length,
+        device=device,
+        autocast=None,
     )
+    answers_V = heldout.answer_token_counts(vocab_size=head.config.vocab_size)
+    result = {
+        "draft_vocab_size": head.config.draft_vocab_size,
+        "draft_coverage_heldout": round(coverage(answers_V, draft_to_target_D=head.draft_to_target_D.cpu()), 4),
+        "heldout_tau": statistics.tau,
+        "heldout_marginal": list(statistics.marginal),
+        "heldout_drafts": statistics.num_drafts,
+        "heldout_conversations": len(heldout),
+        "chain_length": loop.chain_length,
+        "estimator": "step-weighted, prefix-joint, greedy",
+    }
+    write_json(out_dir / "heldout.json", result)
+    return result
+
+
+def _silent(_line: str) -> None:
+    """What a process says that is not the main one."""
 
 
 def _head(
@@ -138,88 +270,37 @@ def _head(
     )
 
 
-def _accelerator(precision: Literal["bf16", "no"], *, threads: int | None) -> Accelerator:
-    if threads is not None:
-        torch.set_num_threads(threads)
-    # The buffers are the target's frozen weights, equal everywhere: sending them again each step would cost gigabytes.
-    quiet = DistributedDataParallelKwargs(broadcast_buffers=False)
-    accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[quiet])
-    check_launch(accelerator.num_processes)
-    return accelerator
-
-
-def _end(accelerator: Accelerator) -> None:
-    """Leave together: a process that ends while another still talks to it takes both down."""
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
-
-
-def _objective(head: DraftHead, *, pieces: TargetPieces, losses: Losses, precision: str) -> HeadObjective:
-    """Head and loss with the target's frozen pieces; the teacher's readout is kept in the type it is multiplied in."""
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    return HeadObjective(
-        head,
-        embedding_VH=pieces.embedding_VH.float(),
-        target_readout_DH=pieces.readout_VH[head.draft_to_target_D].to(dtype),
-        losses=losses,
-    )
-
-
-def _finish(
-    out_dir: Path,
+def _engine(
+    processes: Processes,
+    head: DraftHead,
     *,
-    state: TrainingState,
-    heldout: Documents,
-    pieces: TargetPieces,
-    target_config: Any,
-    loop: LoopSettings,
-) -> dict[str, Any]:
-    """Keep the best head as `head/` and measure it in float32 on every held-out conversation."""
-    final = out_dir / HEAD_DIRECTORY
-    shutil.rmtree(final, ignore_errors=True)
-    shutil.copytree(head_directory(out_dir, state.best_step), final)
-    device = PartialState().device or torch.device("cpu")
-    head = read_head(final, target_config=target_config).to(device)
-    readout_DH: Tensor = pieces.readout_VH.to(device)[head.draft_to_target_D].float()
-    statistics = heldout_statistics(
+    readout_DH: Tensor | None,
+    losses: Losses,
+    autocast: torch.dtype | None,
+    optimization: Optimization,
+) -> TrainingEngine:
+    """Head, loss and optimiser, spread over the processes as the launcher asked."""
+    objective = HeadObjective(head, target_readout_DH=readout_DH, losses=losses, autocast=autocast)
+    optimizer = make_optimizer(
         head,
-        in_order(heldout),
-        embedding_VH=pieces.embedding_VH.float().to(device),
-        target_readout_DH=readout_DH,
-        num_tokens=loop.chain_length,
-        device=device,
-        autocast=None,
+        kind=optimization.kind,
+        learning_rate=optimization.learning_rate,
+        muon_learning_rate=optimization.muon_learning_rate,
+        betas=optimization.betas,
+        weight_decay=optimization.weight_decay,
     )
-    answers_V = heldout.answer_token_counts(vocab_size=head.config.vocab_size)
-    result = {
-        "draft_vocab_size": head.config.draft_vocab_size,
-        "draft_coverage_heldout": round(coverage(answers_V, draft_to_target_D=head.draft_to_target_D.cpu()), 4),
-        "heldout_tau": statistics.tau,
-        "heldout_marginal": list(statistics.marginal),
-        "heldout_drafts": statistics.num_drafts,
-        "heldout_conversations": len(heldout),
-        "chain_length": loop.chain_length,
-        "estimator": "step-weighted, prefix-joint, greedy",
-    }
-    write_json(out_dir / "heldout.json", result)
-    return result
+    return training_engine(
+        processes,
+        objective,
+        optimizer,
+        max_grad_norm=optimization.max_grad_norm,
+        max_grad_value=optimization.max_grad_value,
+    )
 
 
-def _silent(_line: str) -> None:
-    """What a process says that is not the main one."""
-
-
-def check_launch(num_processes: int) -> None:
-    """A launcher that started several processes which do not know of each other trains several heads at once."""
-    asked = int(os.environ.get("WORLD_SIZE", "1"))
-    if num_processes != asked:
-        raise ValueError(
-            f"the launcher started {asked} processes and accelerate joined {num_processes}; on CPU set "
-            "ACCELERATE_USE_CPU=true for `accelerate launch --multi_gpu --num_processes N`"
-        )
-
-
-def _tracker(kind: str, *, out_dir: Path, name: str, settings: dict[str, Any], main: bool) -> Tracker:
-    if kind == "none" or not main:
-        return NoTracker()
-    return Wandb(out_dir, name=name, settings=settings)
+def teacher_readout(head: DraftHead, *, pieces: TargetPieces, opened: OpenInputs, dtype: torch.dtype) -> Tensor | None:
+    """The target's readout rows of the draft vocabulary, in the type they are multiplied in; None where nothing reads them:
+    the teacher's likeliest tokens are stored, and the head has a readout of its own."""
+    if opened.identity.form.teacher == "top-k" and head.config.kind == "eagle3":
+        return None
+    return pieces.readout_VH[head.draft_to_target_D].to(dtype)

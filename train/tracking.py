@@ -1,89 +1,115 @@
-"""Where metrics go: always metrics.jsonl in the run, and Weights & Biases when the recipe asks for it.
+"""Where metrics go: always metrics.jsonl in the run, and the trackers that the recipe asks for.
 
-The loop sees one object and never asks whether tracking is on. wandb keeps one run over restarts: its id is stored in
-the run directory.
+The loop sees one object and never asks which trackers there are. A tracker is a convenience: whatever goes wrong with
+one is said in one line, and training goes on without it. metrics.jsonl is the record.
 """
 
 from __future__ import annotations
 
 import json
-import uuid
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from eyas.heads.files import read_json, write_json, write_text
+from eyas.heads.files import write_text
+from eyas.train.preemption import EXIT_REQUEUE, Preempted
+from eyas.train.tensorboard_tracker import TensorBoard
+from eyas.train.wandb_tracker import Wandb, WandbSettings
 
 METRICS_NAME = "metrics.jsonl"
 
+Say = Callable[[str], None]
+
 
 class Tracker(Protocol):
-    """Receives one flat record a logged step."""
+    """Receives flat records, and files at the end."""
 
     def log(self, record: dict[str, Any]) -> None:
-        """Record metrics; `record["step"]` is the optimiser step."""
+        """Record metrics; `record["step"]` is the optimiser step. Keys of evaluations begin with `heldout/`."""
         ...
 
-    def finish(self) -> None:
-        """Flush; called also when training is interrupted."""
+    def artifact(self, path: Path, *, kind: str) -> None:
+        """Keep a file or directory with the run, such as the head or a report."""
+        ...
+
+    def close(self, *, exit_code: int = 0) -> None:
+        """Flush; also when training is interrupted. `exit_code` is the one that the process will end with."""
         ...
 
 
 class NoTracker:
-    """Nothing to do: processes other than the first, and recipes without a tracker."""
+    """Nothing to do: processes other than the first, and a tracker that failed."""
 
     def log(self, record: dict[str, Any]) -> None:
         """Ignore the record."""
 
-    def finish(self) -> None:
+    def artifact(self, path: Path, *, kind: str) -> None:
+        """Ignore the file."""
+
+    def close(self, *, exit_code: int = 0) -> None:
         """Nothing to flush."""
 
 
-class JsonLines:
+class JsonLines(NoTracker):
     """Appends to metrics.jsonl; on resume the records past the resumed step are cut, so no step appears twice."""
 
     def __init__(self, path: Path, *, resumed_step: int) -> None:
         kept = [record for record in read_metrics(path) if record["step"] <= resumed_step]
-        write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+        write_text(path, "".join(_line(record) for record in kept))
         self._stream = path.open("a", encoding="utf-8")
 
     def log(self, record: dict[str, Any]) -> None:
         """Write one line and hand it to the system at once."""
-        self._stream.write(json.dumps(record) + "\n")
+        self._stream.write(_line(record))
         self._stream.flush()
 
-    def finish(self) -> None:
+    def close(self, *, exit_code: int = 0) -> None:
         """Close the file."""
+        del exit_code
         self._stream.close()
 
 
-class Wandb:
-    """A Weights & Biases run; project, entity and mode come from wandb's own environment variables."""
+class Guarded:
+    """A tracker that may fail: the first error is said and ends it. Not KeyboardInterrupt, which is the user's."""
 
-    def __init__(self, run_dir: Path, *, name: str, settings: dict[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ValueError(
-                "train.tracker is wandb, which is not installed; `pip install 'eyas[wandb]'` or set train.tracker=none"
-            ) from error
-        self._run = wandb.init(
-            dir=run_dir, id=_stable_id(run_dir / "wandb-id.json"), name=name, resume="allow", config=settings
-        )
+    def __init__(self, name: str, start: Callable[[], Tracker], *, say: Say) -> None:
+        self._name, self._say = name, say
+        self._inner: Tracker = NoTracker()
+        self._attempt(partial(self._start, start))
 
     def log(self, record: dict[str, Any]) -> None:
-        """Log under `train/` and `heldout/` keys at our own step: an offline run restarts wandb's step at 0."""
-        values = {key if "/" in key else f"train/{key}": value for key, value in record.items() if key != "step"}
-        self._run.log(values, step=record["step"])
+        """Pass the record on."""
+        self._attempt(lambda: self._inner.log(record))
 
-    def finish(self) -> None:
-        """Upload or store what is buffered."""
-        self._run.finish()
+    def artifact(self, path: Path, *, kind: str) -> None:
+        """Pass the file on."""
+        self._attempt(lambda: self._inner.artifact(path, kind=kind))
+
+    def close(self, *, exit_code: int = 0) -> None:
+        """Finish the tracker, once."""
+        self._attempt(lambda: self._inner.close(exit_code=exit_code))
+        self._inner = NoTracker()
+
+    def _start(self, start: Callable[[], Tracker]) -> None:
+        self._inner = start()
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._inner = NoTracker()
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            self._say(f"warning: {self._name}: {lines[0]}; training goes on without it, {METRICS_NAME} has every curve")
 
 
-class Both:
-    """Sends every record to several trackers."""
+class All:
+    """Sends everything to several trackers."""
 
-    def __init__(self, *trackers: Tracker) -> None:
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = trackers
 
     def log(self, record: dict[str, Any]) -> None:
@@ -91,26 +117,94 @@ class Both:
         for tracker in self._trackers:
             tracker.log(record)
 
-    def finish(self) -> None:
+    def artifact(self, path: Path, *, kind: str) -> None:
+        """Pass the file on."""
+        for tracker in self._trackers:
+            tracker.artifact(path, kind=kind)
+
+    def close(self, *, exit_code: int = 0) -> None:
         """Finish all of them."""
         for tracker in self._trackers:
-            tracker.finish()
+            tracker.close(exit_code=exit_code)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingSettings:
+    """Which trackers, and what they are told about the run.
+
+    Attributes:
+        kinds: any of the two. config: what the run was made with (recipe, git state).
+        name, project, entity, group, tags, mode: of wandb; None leaves the choice to wandb's environment variables.
+    """
+
+    kinds: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    name: str
+    project: str | None = None
+    entity: str | None = None
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+    mode: Literal["online", "offline"] | None = None
+    config: dict[str, Any]
+
+
+@contextmanager
+def open_trackers(
+    settings: TrackingSettings, *, run_dir: Path, resumed_step: int, main: bool, say: Say
+) -> Iterator[Tracker]:
+    """metrics.jsonl and what `settings` names, for a run that goes on from `resumed_step`; nothing where not `main`.
+
+    They are closed however the block ends, and told whether it was completed, stopped by a signal, or failed.
+    """
+    tracker = _trackers(settings, run_dir=run_dir, resumed_step=resumed_step, say=say) if main else NoTracker()
+    exit_code = 1
+    try:
+        yield tracker
+        exit_code = 0
+    except Preempted:
+        exit_code = EXIT_REQUEUE
+        raise
+    finally:
+        tracker.close(exit_code=exit_code)
+
+
+def _trackers(settings: TrackingSettings, *, run_dir: Path, resumed_step: int, say: Say) -> Tracker:
+    starts: dict[str, Callable[[], Tracker]] = {
+        "wandb": partial(Wandb, run_dir, settings=_wandb(settings), config=settings.config, say=say),
+        "tensorboard": partial(TensorBoard, run_dir, resumed_step=resumed_step, config=settings.config),
+    }
+    metrics = JsonLines(run_dir / METRICS_NAME, resumed_step=resumed_step)
+    return All([metrics, *(Guarded(kind, starts[kind], say=say) for kind in settings.kinds)])
+
+
+def _wandb(settings: TrackingSettings) -> WandbSettings:
+    return WandbSettings(
+        name=settings.name,
+        project=settings.project,
+        entity=settings.entity,
+        group=settings.group,
+        tags=settings.tags,
+        mode=settings.mode,
+    )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Records of a metrics.jsonl; a last line cut by a kill is left out."""
+    """Records of a metrics.jsonl; a line cut by a kill or a power cut is left out."""
     if not path.is_file():
         return []
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except json.JSONDecodeError:
             continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
     return records
 
 
-def _stable_id(path: Path) -> str:
-    if not path.is_file():
-        write_json(path, uuid.uuid4().hex[:12])
-    return read_json(path)
+def _line(record: dict[str, Any]) -> str:
+    """One line of JSON; what is not finite becomes null, since NaN is no JSON."""
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
+    }
+    return json.dumps(finite) + "\n"

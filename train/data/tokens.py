@@ -23,6 +23,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from eyas.heads.files import read_json, sha256_file, write_bytes, write_json
+from eyas.train.data.rows import trained_rows
 
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")
@@ -158,6 +159,15 @@ class Tokens:
             ids_N, mask_N = shard.get_tensor("token_ids"), shard.get_tensor("answer_mask")
             counts_V += torch.bincount(ids_N[mask_N].long(), minlength=vocab_size)
         return counts_V
+
+    def trained_rows(self, *, num_steps: int) -> Tensor:
+        """Rows that training has of each document at each of `num_steps` TTT steps: int64 [n, K]."""
+        rows = [torch.zeros(0, num_steps, dtype=torch.long)]
+        for number in range(self._first.shape[0] - 1):
+            shard = self._shard(number)
+            mask_N, offsets = shard.get_tensor("answer_mask"), shard.get_tensor("offsets")
+            rows.append(trained_rows(mask_N, offsets=offsets, num_steps=num_steps))
+        return torch.cat(rows)
 
     def _place(self, index: int) -> tuple[int, int]:
         """Shard of a document, and its row there."""

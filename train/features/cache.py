@@ -1,10 +1,13 @@
 """A feature store that fills while a head trains: what the target computes in the first epoch is read in later ones.
 
 A document is computed by the process that meets it first in the run, and a shard is one window of that process
-(online.py), written before the window's first batch is trained on. So training never goes beyond what the cache holds:
-after a kill, windows that are there are read and the others computed in the groups of the undisturbed run. In several
-processes, a document that another one met at an earlier step is there too, since no process starts a step before all
-have finished the one before.
+(online.py), written before the window's first pack is trained on. So training never goes beyond what the cache holds:
+after a kill, windows that are there are read and the others computed in the groups of the undisturbed run.
+
+In several processes, a document that another one met at an earlier step is there too, since no process begins a step
+before all have finished the one before. A process that loads packs ahead of their use is only sure of steps that lie as
+far back, so documents of the last few steps are computed again, and fillers too: a handful in an epoch. Such a document
+is in the cache twice, and the last bits of the two may differ where they were computed among others.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from eyas.train.batches import epoch_batches
 from eyas.train.data.tokens import Tokens
 from eyas.train.features.documents import Document
 from eyas.train.features.encoding import EncodedDocument, bytes_per_token, decode
@@ -24,27 +26,30 @@ from eyas.train.features.identity import StoreIdentity, open_index
 from eyas.train.features.online import StateSource, owned, plan_windows
 from eyas.train.features.shards import as_lengths
 from eyas.train.features.store import FeatureStore
+from eyas.train.order import RunOrder
 
 CACHE_NAME = "cache"
 SPARE = 1.05
 """Of the disk: shards have headers, and checkpoints are written beside them."""
 
 
-def first_meetings(
-    lengths: Sequence[int], *, batch_tokens: int, seed: int, epochs: int, rank: int, world_size: int
-) -> list[list[int]]:
-    """Of every batch of one process in a run, the documents that no process met at an earlier step.
+def first_meetings(order: RunOrder, *, rank: int, world_size: int, ahead: int) -> list[list[int]]:
+    """Of every pack of one process in a run, the documents that it has to compute.
 
-    Batches are those of `run_batches`. What the first epoch leaves out, because its last batches did not fill a round
-    of all processes, is met later.
+    Those are the documents that nobody met before, in an earlier pack of this process or in a step of another one that
+    is over for sure when the pack is loaded. A document that another one met just before is computed twice.
+
+    Args:
+        ahead: packs that are loaded ahead of their use, the same in every process.
     """
     met: set[int] = set()
     mine: list[list[int]] = []
-    for epoch in range(epochs):
-        whole = epoch_batches(lengths, batch_tokens=batch_tokens, seed=seed, epoch=epoch, rank=0, world_size=1)
-        for begin in range(0, len(whole) // world_size * world_size, world_size):
-            mine.append([index for index in whole[begin + rank] if index not in met])
-            met.update(index for batch in whole[begin : begin + world_size] for index in batch)
+    for step in range(len(order)):
+        if step - ahead > 0:
+            met.update(order.documents(step - ahead - 1))
+        for pack in order.packs(step, rank=rank, world_size=world_size):
+            mine.append([index for index in pack.documents if index not in met])
+            met.update(pack.documents)
     return mine
 
 
@@ -93,7 +98,7 @@ class CachedDocuments:
         """
         Args:
             cache: directory of the store, with its index. source: writes there what it computes.
-            first_met: of every batch of the run, the documents to compute for it (`first_meetings`).
+            first_met: of every pack of the run, the documents to compute for it (`first_meetings`).
         """
         self.lengths: Sequence[int] = as_lengths(tokens.lengths)
         self._tokens, self._source, self._first_met, self._window_tokens = tokens, source, first_met, window_tokens
@@ -143,6 +148,10 @@ class CachedDocuments:
     def answer_token_counts(self, *, vocab_size: int) -> Tensor:
         """How often each token was written by the target in this split, [V]."""
         return self._tokens.answer_token_counts(vocab_size=vocab_size)
+
+    def trained_rows(self, *, num_steps: int) -> Tensor:
+        """Rows that training has of each document at each of `num_steps` TTT steps, [N, K]."""
+        return self._tokens.trained_rows(num_steps=num_steps)
 
     def close(self) -> None:
         """End what computes, and let go of the store."""

@@ -1,6 +1,6 @@
 """What training reads: documents with the target's states, wherever they come from.
 
-Shapes: T tokens, X = captured layers times hidden size, H hidden, V vocabulary.
+Shapes: N documents, T tokens, X = captured layers times hidden size, H hidden, V vocabulary, K TTT steps.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from eyas.heads.head import FeatureSource
 from eyas.train.features.teacher import Teacher
 
 
@@ -27,6 +28,22 @@ class Document:
     captured_TX: Tensor
     last_TH: Tensor | None
     teacher: Teacher
+
+
+def states_of(document: Document, *, source: FeatureSource) -> Tensor:
+    """The target's states [T, X] of a document that a head reads.
+
+    Raises:
+        ValueError: the head reads the last state at every slot, and it was not kept.
+    """
+    if source == "captured":
+        return document.captured_TX
+    if document.last_TH is None:
+        raise ValueError(
+            "an EAGLE head reads the last hidden state at every slot, and these features hold it at answers only; run the "
+            "extract stage again with head.kind=eagle"
+        )
+    return document.last_TH
 
 
 class Documents(Protocol):
@@ -47,10 +64,14 @@ class Documents(Protocol):
         """How often each token was written by the target in this split, [V]."""
         ...
 
-    def start(self, batches: Sequence[Sequence[int]], *, first: int = 0) -> None:
-        """Tell which documents will be read in which order, and the number of the batch that is read first.
+    def trained_rows(self, *, num_steps: int) -> Tensor:
+        """Rows that training has of each document at each of `num_steps` TTT steps, from masks alone: int64 [N, K]."""
+        ...
 
-        A source may work ahead.
+    def start(self, batches: Sequence[Sequence[int]], *, first: int = 0) -> None:
+        """Tell which documents this process will load in which order, and the number of the batch that is loaded first.
+
+        While training, a batch is a pack (train/order.py). A source may work ahead.
         """
         ...
 

@@ -106,7 +106,7 @@ class StateSource(Protocol):
     """Computes states of documents: the target in this process, or in its own."""
 
     def stream(self, split: Split, windows: Sequence[Window]) -> Iterator[list[EncodedDocument]]:
-        """The documents of every batch of `windows`, in order. One stream is read at a time, to its end."""
+        """The documents of every batch of `windows`, in order. A new stream ends the one before."""
         ...
 
     def close(self) -> None:
@@ -195,6 +195,10 @@ class OnlineDocuments:
     def answer_token_counts(self, *, vocab_size: int) -> Tensor:
         """How often each token was written by the target in this split, [V]."""
         return self._tokens.answer_token_counts(vocab_size=vocab_size)
+
+    def trained_rows(self, *, num_steps: int) -> Tensor:
+        """Rows that training has of each document at each of `num_steps` TTT steps, [N, K]."""
+        return self._tokens.trained_rows(num_steps=num_steps)
 
     def close(self) -> None:
         """End what computes."""

@@ -4,7 +4,7 @@
 split's documents in any order (shards.py), so a store can be read while it grows. Reading maps files, some at a time, and
 touches only the rows asked for, so a store larger than memory works. What is kept of a document is some integers.
 
-Shapes: N documents of a split, T tokens of a document, V vocabulary.
+Shapes: N documents of a split, T tokens of a document, V vocabulary, K TTT steps.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from eyas.train.data.rows import trained_rows
 from eyas.train.features.documents import Document
 from eyas.train.features.encoding import EncodedDocument, decode, has_teacher_rows, stored_tensors
 from eyas.train.features.identity import StoreIdentity as StoreIdentity
@@ -129,6 +130,14 @@ class FeatureStore:
             mask = file.get_tensor("answer_mask").bool() & self._read_from(number, shard)
             counts_V += torch.bincount(file.get_tensor("token_ids")[mask].long(), minlength=vocab_size)
         return counts_V
+
+    def trained_rows(self, *, num_steps: int) -> Tensor:
+        """Rows that training has of each document at each of `num_steps` TTT steps, [N, K]."""
+        rows = torch.zeros(len(self), num_steps, dtype=torch.long)
+        for shard in self._shards:
+            mask = self._file(shard.path).get_tensor("answer_mask")
+            rows[shard.documents] = trained_rows(mask, offsets=shard.offsets, num_steps=num_steps)
+        return rows
 
     def start(self, batches: Sequence[Sequence[int]], *, first: int = 0) -> None:
         """Files need no warning."""

@@ -2,7 +2,8 @@
 
 The trainer tells the windows of a whole run (online.py) and reads their batches as they come. The target computes the
 next window while the last one is on its way: up to three windows are in its memory, and a few batches here. Settings
-and windows cross a socket as JSON, documents as safetensors, and every message is a kind and a body.
+and windows cross a socket as JSON, documents as safetensors. Every message back is a kind and a body; the kind of
+documents is the number of the stream that they belong to, since a run that ends early leaves one half read.
 
 It is started as a module and not forked or spawned by multiprocessing, so that no script needs a guard for being
 imported again. It runs in a session of its own, where Ctrl-C does not reach it: the trainer ends it. Were the trainer
@@ -11,6 +12,7 @@ killed, the kernel ends it, and elsewhere than on Linux the closed socket does.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -38,7 +40,7 @@ READY_BATCHES = 4
 """Batches that wait in the trainer, so that reading the socket overlaps with training."""
 
 PATHS = ("target_dir", "tokens_dir", "cache")
-DOCUMENTS, ERROR = b"documents", b"error"
+ERROR = b"error"
 Message = tuple[bytes, bytes]
 
 
@@ -57,29 +59,29 @@ class TargetProcess:
             )
         self._connection = Connection(ours.detach())
         self._inbox: queue.Queue[Message | None] = queue.Queue(maxsize=READY_BATCHES)
-        self._reader = threading.Thread(target=_read, args=(self._connection, self._inbox), daemon=True)
+        self._stream = 0
+        self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self._due = 0
-        self._ended = False
         self._send(_settings_json(settings))
 
     def stream(self, split: Split, windows: Sequence[Window]) -> Iterator[list[EncodedDocument]]:
-        """As `StateSource`; computing begins at once.
+        """As `StateSource`; computing begins at once, after the window that is being computed for the stream before.
 
         Raises:
             ValueError: the target failed, or its process ended.
         """
-        assert self._due == 0, "one stream at a time, read to its end"
-        self._due = sum(len(window.batches) for window in windows)
-        self._send({"split": split, "windows": [dataclasses.asdict(window) for window in windows]})
-        return self._receive()
+        self._stream += 1
+        self._make_room()
+        fields = [dataclasses.asdict(window) for window in windows]
+        self._send({"stream": self._stream, "split": split, "windows": fields})
+        return self._receive(self._stream, due=sum(len(window.batches) for window in windows))
 
     def close(self) -> None:
         """End the process. What it was computing is lost, and what it cached is whole."""
         if self._process.poll() is None:
             self._process.kill()
-        while not self._ended:  # the reader may wait for room
-            self._ended = self._inbox.get() is None
+        self._stream += 1
+        self._make_room()
         self._reader.join()
         self._process.wait()
         self._connection.close()
@@ -90,17 +92,41 @@ class TargetProcess:
         except (BrokenPipeError, ConnectionResetError):
             return  # it has ended, and the next read says why
 
-    def _receive(self) -> Iterator[list[EncodedDocument]]:
-        while self._due > 0:
-            message = None if self._ended else self._inbox.get()
+    def _receive(self, stream: int, *, due: int) -> Iterator[list[EncodedDocument]]:
+        while due > 0:
+            assert stream == self._stream, "another stream was begun"
+            message = self._inbox.get()
             if message is None:
-                self._ended = True
+                self._inbox.put(None)  # for whoever asks again
                 raise ValueError(self._obituary())
             kind, body = message
             if kind == ERROR:
                 raise ValueError(f"the target's own process on {self._device} failed: {body.decode()}")
-            self._due -= 1
-            yield unpack(body)
+            if kind == _kind(stream):
+                due -= 1
+                yield unpack(body)
+
+    def _read(self) -> None:
+        """Body of the reading thread: messages of the current stream until the other side ends."""
+        try:
+            while True:
+                kind, body = self._connection.recv_bytes(), self._connection.recv_bytes()
+                # Documents of an earlier stream would stop up the socket, with the next order behind them.
+                if kind in (ERROR, _kind(self._stream)):
+                    self._inbox.put((kind, body))
+        except (EOFError, OSError):
+            self._inbox.put(None)
+
+    def _make_room(self) -> None:
+        """Drop what waits to be read of an earlier stream."""
+        kept: list[Message | None] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                message = self._inbox.get_nowait()
+                if message is None or message[0] == ERROR:
+                    kept.append(message)
+        for message in kept:
+            self._inbox.put(message)
 
     def _obituary(self) -> str:
         code = self._process.wait()
@@ -111,13 +137,9 @@ class TargetProcess:
         )
 
 
-def _read(connection: Connection, inbox: queue.Queue[Message | None]) -> None:
-    """Body of the reading thread: messages until the other side ends."""
-    try:
-        while True:
-            inbox.put((connection.recv_bytes(), connection.recv_bytes()))
-    except (EOFError, OSError):
-        inbox.put(None)
+def _kind(stream: int) -> bytes:
+    """Kind of the messages that hold documents of a stream."""
+    return str(stream).encode()
 
 
 def pack(documents: Sequence[EncodedDocument]) -> bytes:
@@ -179,7 +201,9 @@ def _work(connection: Connection, outgoing: queue.Queue[list[Message] | None]) -
         message = json.loads(connection.recv_bytes())
         for window in message["windows"]:
             batches = target.window(message["split"], Window(**window))
-            outgoing.put([(DOCUMENTS, pack(batch)) for batch in batches])
+            outgoing.put([(_kind(message["stream"]), pack(batch)) for batch in batches])
+            if connection.poll():
+                break  # a new stream, or the end
 
 
 def _write(connection: Connection, outgoing: queue.Queue[list[Message] | None]) -> None:

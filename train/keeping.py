@@ -1,0 +1,82 @@
+"""What a run leaves on disk while it trains: checkpoints to go on from, and the head of the best evaluation.
+
+Both hold whole weights, gathered from wherever the processes keep them, so how many processes there are, and how they
+share the weights, can change between two starts of a run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eyas.heads.drafting import ChainStatistics
+from eyas.heads.formats.write import working_layout, write_head
+from eyas.train.checkpoint import Checkpoints, TrainingState, head_directory
+from eyas.train.ema import Averages
+from eyas.train.evaluation import Evaluation
+from eyas.train.parallel.engine import TrainingEngine
+from eyas.train.rng import gather_rng, restore_rng
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeper:
+    """Saves and restores one run; every process calls every method.
+
+    Attributes:
+        ema: averages of the weights, which are evaluated and kept instead of the weights where there are any.
+        facts: values that every checkpoint repeats for its reader, such as versions and the tracker's run id.
+    """
+
+    engine: TrainingEngine
+    evaluation: Evaluation
+    checkpoints: Checkpoints
+    ema: Averages
+    run_dir: Path
+    facts: dict[str, Any]
+
+    def resume(self) -> TrainingState:
+        """Put the newest intact checkpoint into place; a fresh state when there is none."""
+        saved = self.checkpoints.newest()
+        if saved is None:
+            return TrainingState()
+        if saved.ema is not None:
+            self.engine.load(saved.ema, None)
+            self.ema.reset(updates=saved.state.step)
+        self.engine.load(saved.weights, saved.optimizer)
+        restore_rng(saved.rng, rank=self.engine.rank, world_size=self.engine.world_size)
+        return saved.state
+
+    def evaluate(self, state: TrainingState) -> ChainStatistics:
+        """Held-out acceptance of the present head; a new best one is kept as a head directory."""
+        with self.ema.swapped(), self.engine.whole_head() as head:
+            statistics = self.evaluation.statistics(head, engine=self.engine)
+            state.evaluations += 1
+            state.since_best += 1
+            if statistics.tau > state.best_tau:
+                state.best_step, state.best_tau, state.since_best = state.step, statistics.tau, 0
+                if self.engine.is_main:
+                    directory = head_directory(self.run_dir, state.step)
+                    write_head(directory, head, dtype=torch.float32, to=working_layout(head.config))
+        return statistics
+
+    def save(self, state: TrainingState) -> None:
+        """Hand a checkpoint of this step to the writer; training goes on while it is written."""
+        weights, optimizer = self.engine.weights(), self.engine.optimizer_state()
+        averages = None
+        if self.ema.active:
+            with self.ema.swapped():
+                averages = self.engine.weights()
+        rng = gather_rng(self.engine)
+        if self.engine.is_main:
+            self.checkpoints.save(
+                weights=weights, optimizer=optimizer, ema=averages, state=state, rng=rng, facts=self.facts
+            )
+
+    def wait(self) -> None:
+        """Until all that was saved is on disk, for every process."""
+        if self.engine.is_main:
+            self.checkpoints.wait()
+        self.engine.barrier()

@@ -1,0 +1,117 @@
+"""A Weights & Biases run that is one run over restarts: its id is stored in the run directory.
+
+wandb talks to a server and to a process of its own, so every call may raise; the caller guards them (tracking.py).
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from eyas.heads.files import read_json, write_json
+from eyas.train.curves import curves
+from eyas.train.preemption import EXIT_REQUEUE
+
+ID_NAME = "wandb-id.json"
+DEFAULT_PROJECT = "eyas"
+
+INIT_TIMEOUT = 60.0
+FINISH_TIMEOUT = 30.0
+"""Seconds to wait for the server at both ends. A scheduler's notice before it kills is often a minute; what was not
+uploaded by then stays on disk for `wandb sync`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbSettings:
+    """What the recipe says of the run; None and () leave the choice to wandb's own environment variables."""
+
+    name: str
+    project: str | None = None
+    entity: str | None = None
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+    mode: Literal["online", "offline"] | None = None
+
+
+class Wandb:
+    """One start of the run."""
+
+    def __init__(
+        self, run_dir: Path, *, settings: WandbSettings, config: dict[str, Any], say: Callable[[str], None]
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ImportError("wandb is not installed (pip install 'eyas[wandb]')") from error
+        run_dir.mkdir(parents=True, exist_ok=True)
+        _require_key(wandb, mode=settings.mode)
+        self._wandb, self._run_dir = wandb, run_dir
+        self._run = wandb.init(
+            dir=run_dir,
+            id=run_id(run_dir),
+            resume="allow",
+            # The recipe has a name always and wandb's variables are set for this one start: they win over it.
+            name=os.environ.get("WANDB_NAME", settings.name),
+            project=settings.project or os.environ.get("WANDB_PROJECT", DEFAULT_PROJECT),
+            entity=settings.entity,
+            group=settings.group,
+            tags=settings.tags or None,
+            mode=settings.mode,
+            config=config,
+            settings=wandb.Settings(
+                init_timeout=INIT_TIMEOUT,
+                finish_timeout=FINISH_TIMEOUT,
+                finish_timeout_raises=True,
+                silent=True,
+                # Capturing the console would put wandb's failures into every print of training.
+                console="off",
+            ),
+        )
+        where = self._run.url or f"offline; upload with: wandb sync {Path(self._run.dir).parent}"
+        say(f"wandb: run {self._run.id}, {where}")
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Log at our own step: an offline run restarts wandb's at 0. The server drops steps it has already."""
+        self._run.log(curves(record), step=record["step"])
+
+    def artifact(self, path: Path, *, kind: str) -> None:
+        """Log a file or directory as the artifact `<kind>-<run id>`."""
+        artifact = self._wandb.Artifact(f"{kind}-{self._run.id}", type=kind)
+        # Files of a finished stage do not change, so wandb need not copy them before it uploads them.
+        if path.is_dir():
+            artifact.add_dir(str(path), policy="immutable")
+        else:
+            artifact.add_file(str(path), policy="immutable")
+        self._run.log_artifact(artifact)
+
+    def close(self, *, exit_code: int = 0) -> None:
+        """Upload or store what is buffered. A preempted run is shown as that: it goes on later.
+
+        Raises:
+            TimeoutError: it took too long.
+        """
+        if exit_code == EXIT_REQUEUE:
+            self._run.mark_preempting()
+        self._run.finish(exit_code=exit_code)
+
+
+def run_id(run_dir: Path) -> str:
+    """WANDB_RUN_ID, else the id that an earlier start stored, else a new one; what is returned is stored."""
+    path = run_dir / ID_NAME
+    stored = read_json(path) if path.is_file() else None
+    chosen = os.environ.get("WANDB_RUN_ID") or stored or uuid.uuid4().hex[:12]
+    if chosen != stored:
+        write_json(path, chosen)
+    return chosen
+
+
+def _require_key(wandb: ModuleType, *, mode: str | None) -> None:
+    """Refuse to go online without a key: at a terminal wandb would ask for one, and wait."""
+    online = (mode or os.environ.get("WANDB_MODE", "online")) == "online"
+    if online and not wandb.login(prompt=False):
+        raise RuntimeError("no API key (set WANDB_API_KEY, run `wandb login`, or set tracking.mode=offline)")
