@@ -1,21 +1,56 @@
 """Attention of a draft chain: causal over the true features, plus the chain's own keys.
 
-A chain started at slot t attends, at its step i, to the step-0 keys of slots 0..t (made from the target's features) and
-to the keys it made itself at its steps 1..i: exactly what the server's KV cache holds (EAGLE-3, section 3, "training-time
-test"). One softmax runs over both. Queries may be a subset of the slots, so slots without loss cost nothing here.
+A chain started at slot t attends, at its step i, to the step-0 keys of the slots 0..t of its document (made from the
+target's features) and to the keys it made itself at its steps 1..i: exactly what the server's KV cache holds (EAGLE-3,
+section 3, "training-time test"). One softmax runs over both. Queries may be a subset of the slots, so slots without loss
+cost nothing here.
 
-`chain_attention` is the fast path: memory S x (T + i) per step. `dense_chain_attention` is the reference: one
+`chain_attention` is the fast path, with memory linear in the slots: flash kernels on blocks on the CPU
+(attention_cpu.py), flex attention on CUDA (attention_flex.py). `dense_chain_attention` is the reference: one
 [T, T + i*T] mask over explicitly concatenated keys, as the first published implementations did it.
 
-Shapes: S queried slots, T slots, N query heads, M key-value heads, G = N/M, E head size, I own steps.
+Shapes: S queried slots, T slots of a pack of documents, N query heads, M key-value heads, G = N/M, E head size, B
+documents.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from eyas.heads.attention_blocks import Group, plan_groups
+from eyas.heads.attention_cpu import cpu_chain_attention
+from eyas.heads.attention_flex import flex_chain_attention
+
+
+class Places:
+    """Where queries stand in a pack: their slots and the first slots of their documents, on the CPU and on the device."""
+
+    def __init__(self, slots_S: Tensor, *, lengths: Sequence[int], device: torch.device) -> None:
+        """
+        Args:
+            slots_S: pack-wide slots, ascending, on the CPU. lengths: slots of each document.
+        """
+        ends_B = torch.tensor(lengths).cumsum(0)
+        documents_S = torch.searchsorted(ends_B, slots_S, right=True)
+        self.slots_S = slots_S
+        self.starts_S = (ends_B - torch.tensor(lengths))[documents_S]
+        self.device_slots_S = slots_S.to(device, non_blocking=True)
+        self.device_starts_S = self.starts_S.to(device, non_blocking=True)
+        self.groups = lru_cache(maxsize=1)(self._groups)
+
+    def _groups(self, reach: int | None) -> list[Group]:
+        """Blocks of queries and keys where a query sees `reach` slots."""
+        return plan_groups(self.slots_S, starts_S=self.starts_S, reach=reach)
+
+    @property
+    def positions_S(self) -> Tensor:
+        """Position of each slot in its document, on the device."""
+        return self.device_slots_S - self.device_starts_S
 
 
 def chain_attention(
@@ -23,61 +58,50 @@ def chain_attention(
     *,
     key_TME: Tensor,
     value_TME: Tensor,
-    own_key_SIME: Tensor,
-    own_value_SIME: Tensor,
-    slots_S: Tensor,
+    own_keys: Sequence[Tensor],
+    own_values: Sequence[Tensor],
+    places: Places,
     window: int | None = None,
 ) -> Tensor:
-    """Attended values [S, N, E] of chains at slots `slots_S`, which have `I` own steps behind them (0 at step 0).
+    """Attended values [S, N, E] of chains at `places`, which have I = len(own_keys) own steps behind them.
 
     Args:
         query_SNE: rotated queries of the current step.
-        key_TME, value_TME: step-0 keys (rotated) and values of every slot of the document.
-        own_key_SIME, own_value_SIME: keys (rotated) and values of steps 1..I at the queried slots.
-        slots_S: slot index of each query, 0 <= slot < T.
+        key_TME, value_TME: step-0 keys (rotated) and values of every slot of the pack.
+        own_keys, own_values: keys (rotated) and values [S, M, E] of each of the steps 1..I at the queried slots.
         window: positions that a query reaches back, its own included; the query of slot t stands at position t + I.
     """
-    num_slots, num_heads, head_size = query_SNE.shape
-    num_kv_heads = key_TME.shape[1]
-    groups = num_heads // num_kv_heads
-    query_MGSE = query_SNE.view(num_slots, num_kv_heads, groups, head_size).permute(1, 2, 0, 3)
-    query_MGSE = query_MGSE * (1.0 / math.sqrt(head_size))
-    scores_MGST = torch.matmul(query_MGSE, key_TME.permute(1, 2, 0).unsqueeze(1))
-    num_own = own_key_SIME.shape[1]
-    hidden_ST = _hidden_slots(slots_S, num_slots=key_TME.shape[0], num_own=num_own, window=window)
-    scores_MGST = scores_MGST.masked_fill(hidden_ST, float("-inf"))
-    if window is not None and num_own > window:
-        own_key_SIME, own_value_SIME = own_key_SIME[:, -window:], own_value_SIME[:, -window:]
-    if num_own == 0:
-        weights_MGST = _softmax(scores_MGST).to(value_TME.dtype)
-        return _merge_heads(torch.matmul(weights_MGST, value_TME.permute(1, 0, 2).unsqueeze(1)))
-    # One product per chain, not per pair of chains: elementwise beats a batch of one-row matrix products.
-    own_key_MGSIE, own_value_MGSIE = (own.permute(2, 0, 1, 3).unsqueeze(1) for own in (own_key_SIME, own_value_SIME))
-    own_scores_MGSI = (query_MGSE.unsqueeze(-2) * own_key_MGSIE).sum(dim=-1)
-    joint = torch.cat((scores_MGST, own_scores_MGSI), dim=-1)
-    weights = _softmax(joint).to(value_TME.dtype)
-    weights_MGST, own_weights_MGSI = weights.split((key_TME.shape[0], own_key_SIME.shape[1]), dim=-1)
-    attended_MGSE = torch.matmul(weights_MGST, value_TME.permute(1, 0, 2).unsqueeze(1))
-    own_attended_MGSE = (own_weights_MGSI.unsqueeze(-1) * own_value_MGSIE).sum(dim=-2)
-    return _merge_heads(attended_MGSE + own_attended_MGSE)
+    reach = None
+    if window is not None:
+        reach = window - len(own_keys)
+        own_keys, own_values = own_keys[-window:], own_values[-window:]
+    if query_SNE.device.type == "cpu":
+        return cpu_chain_attention(
+            query_SNE,
+            key_TME=key_TME,
+            value_TME=value_TME,
+            own_keys=own_keys,
+            own_values=own_values,
+            groups=places.groups(reach),
+        )
+    return flex_chain_attention(
+        query_SNE,
+        key_TME=key_TME,
+        value_TME=value_TME,
+        own_keys=own_keys,
+        own_values=own_values,
+        slots_S=places.device_slots_S,
+        low_S=_lowest_slots(places, reach=reach),
+    )
 
 
-def _hidden_slots(slots_S: Tensor, *, num_slots: int, num_own: int, window: int | None) -> Tensor:
-    """True [S, T] where a slot lies behind the query or out of its window."""
-    all_slots_T = torch.arange(num_slots, device=slots_S.device)
-    hidden_ST = all_slots_T > slots_S[:, None]
-    if window is None:
-        return hidden_ST
-    return hidden_ST | (all_slots_T <= slots_S[:, None] + num_own - window)
-
-
-def _softmax(scores: Tensor) -> Tensor:
-    return torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-
-
-def _merge_heads(attended_MGSE: Tensor) -> Tensor:
-    num_kv_heads, groups, num_slots, head_size = attended_MGSE.shape
-    return attended_MGSE.permute(2, 0, 1, 3).reshape(num_slots, num_kv_heads * groups, head_size)
+def _lowest_slots(places: Places, *, reach: int | None) -> Tensor | None:
+    """The first slot that each query sees [S], on the device; None where a window hides all of them."""
+    if reach is None:
+        return places.device_starts_S
+    if reach < 1:
+        return None
+    return torch.maximum(places.device_starts_S, places.device_slots_S - reach + 1)
 
 
 def dense_chain_attention(

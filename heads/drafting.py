@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from eyas.heads.chain import Chains
-from eyas.heads.head import DraftHead, later_input
+from eyas.heads.head import DraftHead, later_input, whole_input
 from eyas.heads.layers import DraftLayer
 
 SLOTS_AT_A_TIME = 256
@@ -33,8 +33,8 @@ SLOTS_AT_A_TIME = 256
 def draft_from_slots(
     head: DraftHead,
     *,
-    embedding_VH: Tensor,
-    target_readout_DH: Tensor,
+    embedding_VH: Tensor | None,
+    target_readout_DH: Tensor | None,
     token_ids_T: Tensor,
     states_TX: Tensor,
     slots_S: Tensor,
@@ -43,22 +43,27 @@ def draft_from_slots(
     """Greedy drafts [S, K] (target ids) of chains that start at `slots_S`; each slot needs its next token, t+1 < T.
 
     Args:
-        embedding_VH: the target's token embedding. target_readout_DH: the target's readout rows of the draft vocabulary.
+        embedding_VH: the target's token embedding, on any device; not read by a head with its own.
+        target_readout_DH: the target's readout rows of the draft vocabulary; not read by a head with its own readout.
         states_TX: the target's states of the document that the head reads.
     """
     assert int(slots_S.max()) + 1 < token_ids_T.shape[0]
     chains = Chains(
-        head, states_TX=states_TX[:-1], next_ids_T=token_ids_T[1:], embedding_VH=embedding_VH, slots_S=slots_S
+        head,
+        states_TX=states_TX[:-1],
+        embedding_TH=head.embed(token_ids_T[1:], embedding_VH=embedding_VH),
+        slots_S=slots_S.cpu(),
+        lengths=[token_ids_T.shape[0] - 1],
     )
     drafts: list[Tensor] = []
     for step in range(num_tokens):
         if step > 0:
-            chains.advance(drafts[-1])
+            chains.advance(head.embed(drafts[-1], embedding_VH=embedding_VH))
         drafts.append(head.target_ids(_best(head, chains.outputs_SH, target_readout_DH=target_readout_DH)))
     return torch.stack(drafts, dim=1)
 
 
-def _best(head: DraftHead, outputs_SH: Tensor, *, target_readout_DH: Tensor) -> Tensor:
+def _best(head: DraftHead, outputs_SH: Tensor, *, target_readout_DH: Tensor | None) -> Tensor:
     """Likeliest draft ids [S], some slots at a time: logits of a whole document over a whole vocabulary are large."""
     chunks = [
         head.logits(chunk_SH, target_readout_DH=target_readout_DH).argmax(dim=-1)
@@ -71,8 +76,8 @@ def _best(head: DraftHead, outputs_SH: Tensor, *, target_readout_DH: Tensor) -> 
 def draft_one_chain(
     head: DraftHead,
     *,
-    embedding_VH: Tensor,
-    target_readout_DH: Tensor,
+    embedding_VH: Tensor | None,
+    target_readout_DH: Tensor | None,
     token_ids_T: Tensor,
     states_TX: Tensor,
     slot: int,
@@ -89,7 +94,9 @@ def draft_one_chain(
         else:
             feature_1H = head.feed_back(output_1H)
         embedding_1H = head.embed(torch.tensor([token], device=states_TX.device), embedding_VH=embedding_VH)
-        input_1X, output_1H = head.enter(embedding_1H, feature_TH=feature_1H)
+        token_1H = head.token_side(embedding_1H)
+        input_1X, output_1H = head.enter(token_1H, feature_TH=feature_1H)
+        input_1X = whole_input(head, token_1H, input_TH=input_1X)
         for index, layer in enumerate(head.layers):
             assert isinstance(layer, DraftLayer)
             if index > 0:

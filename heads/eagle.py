@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from eyas.heads.config import HeadConfig
 from eyas.heads.head import DraftHead
@@ -31,9 +32,20 @@ class EagleHead(DraftHead):
         """The target's last hidden state as it is, [T, H]."""
         return states_TX
 
-    def enter(self, embedding_TH: Tensor, *, feature_TH: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def token_width(self) -> int:
+        """0: fc mixes the token in."""
+        return 0
+
+    def token_side(self, embedding_TH: Tensor) -> Tensor:
+        """The embedding's columns of fc, with its bias, [T, H]."""
+        weight_HH = self.fc.weight[:, : self.config.hidden_size]
+        return F.linear(embedding_TH, weight_HH, self.fc.bias)
+
+    def enter(self, token_TH: Tensor, *, feature_TH: Tensor) -> tuple[Tensor, Tensor]:
         """fc([embedding ; feature]) [T, H], which is also what the layer adds to."""
-        mixed_TH = self.fc(torch.cat((embedding_TH, feature_TH), dim=-1))
+        weight_HH = self.fc.weight[:, self.config.hidden_size :]
+        mixed_TH = torch.addmm(token_TH, feature_TH.to(token_TH.dtype), weight_HH.T)
         return mixed_TH, mixed_TH
 
     def feed_back(self, output_TH: Tensor) -> Tensor:
@@ -44,6 +56,7 @@ class EagleHead(DraftHead):
         """The predicted hidden state; it stands where the target's final norm has already been."""
         return output_TH
 
-    def readout(self, target_readout_DH: Tensor) -> Tensor:
+    def readout(self, target_readout_DH: Tensor | None) -> Tensor:
         """The target's lm_head, [V, H]."""
+        assert target_readout_DH is not None, "an EAGLE head reads out with the target's lm_head"
         return target_readout_DH

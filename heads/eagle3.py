@@ -47,13 +47,23 @@ class Eagle3Head(DraftHead):
             states_TX = torch.cat(list(starmap(_apply, zip(self.fc_norm, chunks, strict=True))), dim=-1)
         return self.fc(states_TX)
 
-    def enter(self, embedding_TH: Tensor, *, feature_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """norm(embedding of the next token) beside norm(feature), [T, 2H], and the feature to add to."""
+    @property
+    def token_width(self) -> int:
+        """H: the first layer's projections read [token side ; normed feature]."""
+        return self.config.hidden_size
+
+    def token_side(self, embedding_TH: Tensor) -> Tensor:
+        """norm(embedding), [T, H]."""
+        layer = self.layers[0]
+        assert isinstance(layer, DraftLayer)
+        return layer.input_layernorm(embedding_TH)
+
+    def enter(self, token_TH: Tensor, *, feature_TH: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002  # beside it
+        """norm(feature), and the feature to add to."""
         layer = self.layers[0]
         assert isinstance(layer, DraftLayer)
         normed_TH = layer.hidden_norm(feature_TH)
-        residual_TH = normed_TH if self.config.norm_before_residual else feature_TH
-        return torch.cat((layer.input_layernorm(embedding_TH), normed_TH), dim=-1), residual_TH
+        return normed_TH, normed_TH if self.config.norm_before_residual else feature_TH
 
     def feed_back(self, output_TH: Tensor) -> Tensor:
         """The raw output, or the normed one in EAGLE-3.1."""
@@ -63,7 +73,7 @@ class Eagle3Head(DraftHead):
         """The normed output."""
         return self.norm(output_TH)
 
-    def readout(self, target_readout_DH: Tensor) -> Tensor:  # noqa: ARG002  # the head has its own
+    def readout(self, target_readout_DH: Tensor | None) -> Tensor:  # noqa: ARG002  # the head has its own
         """lm_head, [D, H]."""
         return self.lm_head.weight
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from eyas.heads.config import HeadConfig
@@ -41,12 +42,13 @@ class DraftHead(nn.Module, ABC):
         self.rotary = Rotary(config)
         self.register_buffer("draft_to_target_D", draft_to_target_D.long(), persistent=False)
 
-    def embed(self, token_ids_T: Tensor, *, embedding_VH: Tensor) -> Tensor:
-        """Embeddings [T, H] of tokens: the head's own when it has one, else rows of the target's `embedding_VH`."""
+    def embed(self, token_ids: Tensor, *, embedding_VH: Tensor | None) -> Tensor:
+        """Embeddings [..., H] of tokens: the head's own when it has one, else rows of the target's `embedding_VH`."""
         dtype = self.fc.weight.dtype
         if self.embed_tokens is not None:
-            return self.embed_tokens(token_ids_T).to(dtype)
-        return embedding_VH[token_ids_T].to(dtype)
+            return self.embed_tokens(token_ids).to(dtype)
+        assert embedding_VH is not None, "a head without an embedding reads the target's"
+        return look_up(embedding_VH, token_ids).to(dtype)
 
     def rotations(self, positions_T: Tensor) -> Rotations:
         """Cosine and sine [T, E] of the rotary embedding at `positions_T`."""
@@ -61,8 +63,21 @@ class DraftHead(nn.Module, ABC):
         """First feature g^0 [T, H] from the target's states of `feature_source`."""
 
     @abstractmethod
-    def enter(self, embedding_TH: Tensor, *, feature_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """What the first layer attends from, and what it adds to: ([T, X], [T, H])."""
+    def token_side(self, embedding_TH: Tensor) -> Tensor:
+        """What the first layer reads of the next token alone [T, H]: the same at whichever step a token is read."""
+
+    @abstractmethod
+    def enter(self, token_TH: Tensor, *, feature_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """What the first layer attends from besides a token side of its own, and what it adds to: ([T, H], [T, H]).
+
+        Args:
+            token_TH: rows of `token_side`.
+        """
+
+    @property
+    @abstractmethod
+    def token_width(self) -> int:
+        """Columns of the first layer's projections that multiply the token side: H, or 0 where `enter` mixes it in."""
 
     @abstractmethod
     def feed_back(self, output_TH: Tensor) -> Tensor:
@@ -73,10 +88,10 @@ class DraftHead(nn.Module, ABC):
         """What the readout multiplies, [T, H], from the last layer's output."""
 
     @abstractmethod
-    def readout(self, target_readout_DH: Tensor) -> Tensor:
+    def readout(self, target_readout_DH: Tensor | None) -> Tensor:
         """The readout [D, H]: the head's own, or the target's rows of the draft vocabulary."""
 
-    def logits(self, output_TH: Tensor, *, target_readout_DH: Tensor) -> Tensor:
+    def logits(self, output_TH: Tensor, *, target_readout_DH: Tensor | None) -> Tensor:
         """Draft logits [T, D] of step outputs."""
         readout_DH = self.readout(target_readout_DH)
         return self.readout_input(output_TH) @ readout_DH.to(output_TH.dtype).T
@@ -86,3 +101,13 @@ def later_input(layer: nn.Module, *, hidden_TH: Tensor) -> tuple[Tensor, Tensor]
     """Input and residual of every layer but the first."""
     assert isinstance(layer, DraftLayer)
     return layer.input_layernorm(hidden_TH), hidden_TH
+
+
+def whole_input(head: DraftHead, token_TH: Tensor, *, input_TH: Tensor) -> Tensor:
+    """What the first layer's projections multiply: [token side ; input], [T, 2H], or the input where it is mixed in."""
+    return torch.cat((token_TH, input_TH), dim=-1) if head.token_width else input_TH
+
+
+def look_up(embedding_VH: Tensor, token_ids: Tensor) -> Tensor:
+    """Rows of a table on the tokens' device, wherever the table is: a target's may stay on the CPU."""
+    return embedding_VH[token_ids.to(embedding_VH.device)].to(token_ids.device)

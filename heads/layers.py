@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from eyas.heads.config import HeadConfig
-from eyas.heads.rope import rotate
+from eyas.heads.fused import gated_silu, rms_norm, rotate
 
 Rotations = tuple[Tensor, Tensor]
 
@@ -28,7 +27,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        return F.rms_norm(hidden_TH, self.weight.shape, self.weight.to(hidden_TH.dtype), self.eps)
+        return rms_norm(hidden_TH, weight_H=self.weight, eps=self.eps)
 
 
 class DraftAttention(nn.Module):
@@ -54,14 +53,25 @@ class DraftAttention(nn.Module):
 
     def queries(self, input_TX: Tensor, *, rotations: Rotations) -> Tensor:
         """Rotated queries [T, N, E]."""
-        query_TNE = self.q_proj(input_TX).view(-1, self.num_heads, self.head_dim)
-        return rotate(query_TNE if self.q_norm is None else self.q_norm(query_TNE), rotations=rotations)
+        return self.finish_queries(self.q_proj(input_TX), rotations=rotations)
 
     def keys_values(self, input_TX: Tensor, *, rotations: Rotations) -> tuple[Tensor, Tensor]:
         """Rotated keys and values, [T, M, E] each."""
-        key_TME = self.k_proj(input_TX).view(-1, self.num_kv_heads, self.head_dim)
-        value_TME = self.v_proj(input_TX).view(-1, self.num_kv_heads, self.head_dim)
-        return rotate(key_TME if self.k_norm is None else self.k_norm(key_TME), rotations=rotations), value_TME
+        return self.finish_keys(self.k_proj(input_TX), rotations=rotations), self.heads(self.v_proj(input_TX))
+
+    def finish_queries(self, query_TQ: Tensor, *, rotations: Rotations) -> Tensor:
+        """Rotated queries [T, N, E] from projected ones, [T, N*E]."""
+        query_TNE = self.heads(query_TQ)
+        return rotate(query_TNE if self.q_norm is None else self.q_norm(query_TNE), rotations=rotations)
+
+    def finish_keys(self, key_TK: Tensor, *, rotations: Rotations) -> Tensor:
+        """Rotated keys [T, M, E] from projected ones, [T, M*E]."""
+        key_TME = self.heads(key_TK)
+        return rotate(key_TME if self.k_norm is None else self.k_norm(key_TME), rotations=rotations)
+
+    def heads(self, projected: Tensor) -> Tensor:
+        """[T, heads*E] -> [T, heads, E]."""
+        return projected.unflatten(-1, (-1, self.head_dim))
 
 
 class DraftMLP(nn.Module):
@@ -75,7 +85,7 @@ class DraftMLP(nn.Module):
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        return self.down_proj(F.silu(self.gate_proj(hidden_TH)) * self.up_proj(hidden_TH))
+        return self.down_proj(gated_silu(self.gate_proj(hidden_TH), self.up_proj(hidden_TH)))
 
 
 class DraftLayer(nn.Module):

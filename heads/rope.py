@@ -30,13 +30,6 @@ class Rotary(nn.Module):
         return cos_BTE[0], sin_BTE[0]
 
 
-def rotate(states_TNE: Tensor, *, rotations: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary position embedding in the half-split layout of Llama (`rotate_half`)."""
-    cos_TNE, sin_TNE = rotations[0].unsqueeze(1).to(states_TNE.dtype), rotations[1].unsqueeze(1).to(states_TNE.dtype)
-    first, second = states_TNE.chunk(2, dim=-1)
-    return states_TNE * cos_TNE + torch.cat((-second, first), dim=-1) * sin_TNE
-
-
 def _rotary_config(config: HeadConfig) -> LlamaConfig:
     parameters = dict(config.rope_parameters)
     if parameters.get("rope_type") == "dynamic":

@@ -25,7 +25,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class TargetPieces:
-    """Frozen weights of the target that a head works with, as stored (usually bfloat16 or float32)."""
+    """Frozen weights of the target that a head works with, as stored (usually bfloat16 or float32).
+
+    The tables are mapped from the files, so all processes of a node share one copy in the page cache. Look rows up and
+    convert those (`embedding_VH[ids_T].float()`): converting or moving a table makes a copy in every process.
+    """
 
     embedding_VH: Tensor
     readout_VH: Tensor
@@ -34,6 +38,10 @@ class TargetPieces:
     def to(self, device: torch.device) -> TargetPieces:
         """The same pieces on another device."""
         return TargetPieces(self.embedding_VH.to(device), self.readout_VH.to(device), self.final_norm_H.to(device))
+
+    def readout_rows(self, draft_to_target_D: Tensor, *, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The readout of a draft vocabulary, [D, H]: only its rows are read, converted and moved."""
+        return self.readout_VH[draft_to_target_D.to(self.readout_VH.device)].to(device=device, dtype=dtype)
 
 
 class TargetWeights:
@@ -44,7 +52,7 @@ class TargetWeights:
         self._file_of = _tensor_files(target_dir)
 
     def find(self, suffix: str) -> Tensor | None:
-        """The one tensor whose name ends with `.suffix` or equals it; None when there is none.
+        """The one tensor whose name ends with `.suffix` or equals it, mapped from its file; None when there is none.
 
         Raises:
             ValueError: several tensors match, so the choice would be a guess.

@@ -2,7 +2,7 @@
 
 Everything heavy is imported inside the command that needs it, so that `eyas --help` and shell completion stay fast.
 Errors of the user arrive here as `ValueError` (a full or read-only disk as `OSError`) and leave as one line on stderr
-with exit code 2; set EYAS_TRACEBACK=1 to see where they came from.
+with exit code 2, a training that a signal stopped with 75 (run it again); set EYAS_TRACEBACK=1 to see where they came from.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from eyas.recipes import data_commands, head_commands
 from eyas.recipes.arguments import OverridesArgument, RecipeArgument, complete_recipe
+from eyas.train.preemption import EXIT_REQUEUE, Preempted
 
 if TYPE_CHECKING:
     from eyas.recipes.schema import Recipe
@@ -40,6 +41,9 @@ class _Commands(TyperGroup):
             if error.errno not in DISK_ERRORS:
                 raise
             message = f"{error.filename or 'disk'}: {error.strerror}; free space, or set run_dir=... to write elsewhere"
+        except Preempted as error:
+            typer.echo(f"{error}; run the same command again to continue", err=True)
+            raise typer.Exit(EXIT_REQUEUE) from error
         except KeyboardInterrupt as error:
             typer.echo("interrupted; run the same command again to continue", err=True)
             raise typer.Exit(INTERRUPTED) from error

@@ -30,14 +30,9 @@ def train_in_processes(recipe: Recipe, *, say: Callable[[str], None]) -> None:
     Raises:
         ValueError: an earlier stage is missing, or the launcher's processes do not know of each other.
     """
-    from accelerate import PartialState
-    from accelerate.utils import parse_flag_from_env
+    from eyas.train.parallel.start import join_processes
 
-    from eyas.train.run import check_launch
-
-    # The Accelerator of the training reads this variable itself; the bare state does not.
-    processes = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
-    check_launch(processes.num_processes)
+    processes = join_processes()
     with processes.local_main_process_first():  # a package target is unpacked once a node
         run = open_run(recipe)
     last = "prepare" if recipe.features.mode == "online" else "extract"

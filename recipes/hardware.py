@@ -46,6 +46,30 @@ NAMED = {
 }
 
 
+DEVICE_WORDS = {
+    "a100-40gb": ("A100", "40GB"),
+    "a100-80gb": ("A100", "80GB"),
+    "l40s": ("L40S",),
+    "rtx4090": ("RTX 4090",),
+    "h200": ("H200",),
+    "h100": ("H100",),
+    "b200": ("B200",),
+    "mi300x": ("MI300X",),
+}
+"""Words of the names that drivers give these devices."""
+
+
+def nominal_flops(device_name: str) -> float | None:
+    """The vendor's peak of a device by the name that its driver gives it; None when it is not known.
+
+    A form with a lower clock that has the same name (H100 PCIe) is given the higher peak, so its share comes out lower.
+    """
+    for name, words in DEVICE_WORDS.items():
+        if all(word in device_name for word in words):
+            return NAMED[name].flops
+    return None
+
+
 def find_hardware(name: str, *, dtype: str) -> Hardware:
     """Hardware by name; `here` is measured for about a second in `dtype`.
 

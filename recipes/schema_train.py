@@ -56,7 +56,9 @@ class Train(Section):
         description="muon: for the layers' matrices, with AdamW for the rest; not under DeepSpeed or FSDP",
     )
     learning_rate: Number = Field(default=1e-3, gt=0, description="peak learning rate of AdamW")
-    muon_learning_rate: Number = Field(default=5e-3, gt=0, description="peak learning rate of Muon, if it is used")
+    muon_learning_rate: Number | None = Field(
+        default=None, gt=0, description="peak learning rate of Muon, if it is used; null = learning_rate"
+    )
     warmup_share: Number = Field(default=0.03, ge=0, lt=1, description="share of training with rising learning rate")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         default="cosine", description="learning rate after warm-up; wsd = stable, then a linear decay"

@@ -11,6 +11,7 @@ import typer
 
 from eyas.heads.config import default_capture_layers
 from eyas.recipes.estimate import HeadSize, checkpoint_bytes
+from eyas.recipes.hardware import nominal_flops
 from eyas.recipes.provenance import git_state, versions
 from eyas.recipes.run import Run, available_cores
 from eyas.recipes.schema import Recipe
@@ -90,6 +91,7 @@ def train_stage(run: Run) -> Stage:
             settings=settings,
             facts={"versions": versions(), "git": git_state(), "recipe": recipe.model_dump(mode="json")},
             trust_remote_code=recipe.target.trust_remote_code,
+            nominal_flops=nominal_flops,
             say=lambda line: typer.echo(f"train: {line}"),
         )
 
@@ -312,7 +314,7 @@ def optimization(train: Train) -> Optimization:
     return Optimization(
         kind=train.optimizer,
         learning_rate=train.learning_rate,
-        muon_learning_rate=train.muon_learning_rate,
+        muon_learning_rate=train.muon_learning_rate or train.learning_rate,
         betas=train.betas,
         weight_decay=train.weight_decay,
         max_grad_norm=train.max_grad_norm,

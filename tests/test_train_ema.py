@@ -105,7 +105,7 @@ def test_no_average_is_a_null_object_and_frozen_weights_are_left_out() -> None:
 
 @pytest.fixture
 def one_process_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from eyas.heads.files import read_json, write_json
+from eyas.heads.slots import serving_slots
 from eyas.train.features import store as store_module
 from eyas.train.features.identity import INDEX_NAME, check_identity, open_index, read_identity
 from eyas.train.features.shards import CLAIMS_DIRECTORY, ShardWriter, claim, shard_name, shard_plan
@@ -48,6 +49,8 @@ def test_what_is_written_is_read_to_the_bit(kind: str, verify: str, tmp_path: Pa
     answers = torch.cat([fields["token_ids_T"][fields["answer_mask_T"]] for fields in written])
     expected = torch.bincount(answers, minlength=features.V)
     assert torch.equal(store.answer_token_counts(vocab_size=features.V), expected)
+    slots = [serving_slots(fields["answer_mask_T"], num_steps=4) for fields in written]
+    assert store.trained_rows(num_steps=4).tolist() == [[slots_S.shape[0] for slots_S in steps] for steps in slots]
 
 
 def test_a_shard_is_an_ordinary_safetensors_file(store: Path) -> None:

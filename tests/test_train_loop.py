@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -20,7 +19,7 @@ from eyas.heads.formats.check import check_head, errors
 from eyas.heads.initialise import HeadStart
 from eyas.train.loop import Trainer
 from eyas.train.noise import FeatureNoise
-from eyas.train.optim import learning_rate_at
+from eyas.train.preemption import Preempted
 from eyas.train.tracking import METRICS_NAME, read_metrics
 from tests import training
 
@@ -84,10 +83,12 @@ def test_a_stopped_run_resumes_to_the_same_bits(
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_log", interrupted_at_seven)
-        with pytest.raises(KeyboardInterrupt, match="saved at step 7"):
+        with pytest.raises(Preempted, match="SIGTERM, saved at step 7"):
             _train(tmp_path, inputs)
     assert read_metrics(tmp_path / METRICS_NAME)[-1]["step"] == 7
+    assert read_json(tmp_path / "REQUEUE")["step"] == 7
     _train(tmp_path, inputs)
+    assert not (tmp_path / "REQUEUE").exists()
     _assert_same_run(tmp_path, finished)
 
 
@@ -229,18 +230,3 @@ def test_a_head_that_cannot_start_from_the_target_is_refused(inputs: tuple[Path,
         loop=training.shorter(training.LOOP, epochs=1),
     )
     assert counts["steps"] > 0
-
-
-def test_learning_rate_rises_then_falls() -> None:
-    def rates(schedule: str) -> list[float]:
-        return [
-            learning_rate_at(step, peak=1.0, total_steps=100, warmup_steps=10, schedule=schedule)  # type: ignore[arg-type]
-            for step in range(100)
-        ]
-
-    for schedule in ("cosine", "linear"):
-        values = rates(schedule)
-        assert values[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
-        assert all(a >= b for a, b in itertools.pairwise(values[10:]))
-        assert 0.05 <= values[-1] < 0.07
-    assert rates("constant")[10:] == [1.0] * 90

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from eyas.train.muon import MuonAdamW
 from eyas.train.optim import Schedule, learning_rate_at, make_optimizer, set_learning_rate
 
 SCHEDULES: tuple[Schedule, ...] = ("cosine", "linear", "constant", "wsd")
@@ -32,7 +31,8 @@ class Head(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Layer()])
+        self.first = Layer()
+        self.layers = nn.ModuleList([self.first])
         self.embed_tokens = nn.Embedding(12, 8)
         self.fc = nn.Linear(24, 8, bias=False)
         self.gate = nn.Linear(8, 1, bias=False)
@@ -41,8 +41,8 @@ class Head(nn.Module):
 
     def forward(self, inputs_TX: Tensor) -> Tensor:
         hidden_TH = self.fc(inputs_TX) + self.embed_tokens(torch.arange(len(inputs_TX)) % 12)
-        hidden_TH = self.layers[0].norm(hidden_TH)  # type: ignore[operator]
-        out = self.layers[0].q_proj(hidden_TH).square().sum()  # type: ignore[operator]
+        hidden_TH = self.first.norm(hidden_TH)
+        out = self.first.q_proj(hidden_TH).square().sum()
         return out + self.lm_head(self.frozen(hidden_TH)).sin().sum() + self.gate(hidden_TH).sum()
 
 
@@ -70,9 +70,9 @@ def treated(optimizer: torch.optim.Optimizer, head: nn.Module) -> dict[str, tupl
 def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
     head = Head()
     assert treated(make("muon", head), head) == {
-        "layers.0.q_proj.weight": ("muon", 0.1),
-        "layers.0.q_proj.bias": ("adamw", 0.0),
-        "layers.0.norm.weight": ("adamw", 0.0),
+        "first.q_proj.weight": ("muon", 0.1),
+        "first.q_proj.bias": ("adamw", 0.0),
+        "first.norm.weight": ("adamw", 0.0),
         "embed_tokens.weight": ("adamw", 0.1),
         "fc.weight": ("muon", 0.1),
         "gate.weight": ("adamw", 0.1),
@@ -104,9 +104,9 @@ def test_adamw_is_torchs() -> None:
 def test_muon_is_torchs_two_optimisers_in_one_object() -> None:
     ours, plain = head_with_gradients(), head_with_gradients()
     optimizer = make("muon", ours)
-    hidden = [plain.layers[0].q_proj.weight, plain.fc.weight]
+    hidden = [plain.first.q_proj.weight, plain.fc.weight]
     decayed = [plain.embed_tokens.weight, plain.gate.weight, plain.lm_head.weight]
-    others = [plain.layers[0].q_proj.bias, plain.layers[0].norm.weight]
+    others = [plain.first.q_proj.bias, plain.first.norm.weight]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     references = [
         torch.optim.Muon(hidden, lr=3e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
@@ -132,7 +132,8 @@ def test_a_muon_step_moves_all_directions_alike_and_as_far_as_adamw_would() -> N
     gradient = torch.linalg.svdvals(head.fc.weight.grad)
     assert gradient.max() > 2 * gradient.min()
     # The norm before it leaves next to no gradient in one direction.
-    assert 0.6 < singular[-2] and singular.max() < 1.3
+    assert singular[-2] > 0.6
+    assert singular[0] < 1.3
     assert float(update.square().mean().sqrt()) == pytest.approx(0.2, rel=0.2)
 
 
@@ -200,9 +201,7 @@ def test_rates_rise_to_the_peak_and_fall_to_the_final_share(
     schedule: Schedule, total: int, warmup_share: float, decay_share: float, final_share: float, peak: float
 ) -> None:
     warmup = max(1, round(warmup_share * total))
-    values = rates(
-        schedule, total=total, warmup=warmup, peak=peak, decay_share=decay_share, final_share=final_share
-    )
+    values = rates(schedule, total=total, warmup=warmup, peak=peak, decay_share=decay_share, final_share=final_share)
     tiny = 1e-9 * peak
     assert all(-tiny <= value <= peak + tiny for value in values)
     assert all(a <= b + tiny for a, b in itertools.pairwise(values[:warmup]))

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eyas.heads.slots import serving_slots
 from eyas.train.data.tokens import SPLITS, Tokens, TokenWriter, shard_path
 
 DOCUMENTS = st.lists(
@@ -58,6 +59,14 @@ def test_documents_are_read_as_written(
             assert (ids_T.dtype, mask_T.dtype) == (torch.long, torch.bool)
             assert list(zip(ids_T.tolist(), mask_T.tolist(), strict=True)) == row
             assert tokens.ids(index) == name
+        for num_steps in (1, 3):
+            expected = [
+                [slots_S.shape[0] for slots_S in serving_slots(tokens[index][1], num_steps=num_steps)]
+                for index in range(len(tokens))
+            ]
+            rows = tokens.trained_rows(num_steps=num_steps)
+            assert (rows.dtype, rows.shape) == (torch.long, (len(tokens), num_steps))
+            assert rows.tolist() == expected
         written = [token for _, row in documents[split] for token, inside in row if inside]
         assert tokens.answer_token_counts(vocab_size=10).tolist() == [written.count(token) for token in range(10)]
         sizes = [

@@ -16,11 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 
 from eyas.heads.files import read_json, write_json
 from eyas.train import tensorboard_tracker, wandb_tracker
 from eyas.train.preemption import Preempted
-from eyas.train.tracking import METRICS_NAME, JsonLines, NoTracker, Tracker, TrackingSettings, open_trackers, read_metrics
+from eyas.train.tracking import (
+    METRICS_NAME,
+    JsonLines,
+    NoTracker,
+    Tracker,
+    TrackingSettings,
+    open_trackers,
+    read_metrics,
+)
 
 SETTINGS = TrackingSettings(
     kinds=("wandb",),
@@ -32,17 +41,20 @@ SETTINGS = TrackingSettings(
     config={"recipe": {"train": {"epochs": 3}}, "git": {"commit": "abc", "dirty": False}},
 )
 TENSORBOARD = replace(SETTINGS, kinds=("tensorboard",))
-MISSING = re.compile(r"warning: (wandb|tensorboard): .* is not installed \(pip install 'eyas\[\1\]'\); training goes on")
+MISSING = re.compile(
+    r"warning: (wandb|tensorboard): .* is not installed \(pip install 'eyas\[\1\]'\); training goes on"
+)
 
 
 @pytest.fixture(autouse=True)
 def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the developer's own wandb settings, keys and folders."""
+    """Nothing of the developer's own wandb settings, keys and folders, and nothing that wandb remembers of other tests."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     for name in ("WANDB_DATA_DIR", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    wandb.teardown()
 
 
 def use(
@@ -71,6 +83,8 @@ def inspected(run: Path, *arguments: str) -> list[dict[str, Any]]:
     """What wandb's own reader finds in an offline run."""
     command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", *arguments, "--json", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    if "--summary" in arguments:
+        return [json.loads(done.stdout)]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -143,7 +157,7 @@ def test_wandb_has_curves_config_and_artifacts_of_one_run_over_restarts(tmp_path
     identity = read_json(tmp_path / "wandb-id.json")
     runs = offline_runs(tmp_path)
     assert len(runs) == 2
-    assert all(run.name.endswith(identity) for run in runs)
+    assert all(identity in run.name for run in runs)
     assert said == [f"wandb: run {identity}, offline; upload with: wandb sync {runs[1]}"]
 
     summaries = [inspected(run, "--summary")[0] for run in runs]
@@ -215,15 +229,11 @@ def test_wandb_without_a_key_is_one_warning_and_asks_nothing(tmp_path: Path, mon
     assert len(read_metrics(tmp_path / METRICS_NAME)) == 3
 
 
-@pytest.mark.parametrize("answers", [False, True])
-def test_a_server_that_is_not_there_or_hangs_is_one_warning(
-    answers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_never_answers_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wandb_tracker, "INIT_TIMEOUT", 2.0)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        if answers:
-            server.listen()  # takes connections and never says a word
+        server.listen()  # takes connections and never says a word
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setenv("WANDB_API_KEY", "local" + "0" * 40)
         started = time.perf_counter()
@@ -267,7 +277,7 @@ def test_tensorboard_has_the_curves_of_a_resumed_run_once(tmp_path: Path) -> Non
     assert said == []
     found = points(tmp_path)
     assert set(found) == {"train/kl_1", "eval/tau"}
-    assert found["train/kl_1"] == pytest.approx([(1, 1.0), (2, 0.5), (3, 7.0), (4, 7.0), (5, 7.0)])
+    assert found["train/kl_1"] == [(1, 1.0), (2, 0.5), (3, 7.0), (4, 7.0), (5, 7.0)]
     assert found["eval/tau"] == [(2, 3.0)]
 
 
@@ -296,7 +306,7 @@ def test_a_person_may_still_interrupt(tmp_path: Path, monkeypatch: pytest.Monkey
 
     class Interrupted(NoTracker):
         def log(self, record: dict[str, Any]) -> None:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(record["step"])
 
         def close(self, *, exit_code: int = 0) -> None:
             closed.append(exit_code)

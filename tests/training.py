@@ -11,32 +11,47 @@ from eyas.train.data.prepare import prepare
 from eyas.train.features.encoding import StoreForm
 from eyas.train.features.extract import extract
 from eyas.train.inputs import Offline, Online, TrainedInputs
-from eyas.train.loop import LoopSettings
 from eyas.train.losses import TokenLoss
 from eyas.train.noise import FeatureNoise
 from eyas.train.objective import Losses
-from eyas.train.run import run_training
+from eyas.train.run import Optimization, run_training
+from eyas.train.settings import LoopSettings
 from eyas.train.start import HeadPlan
-from eyas.train.tracking import METRICS_NAME, read_metrics
+from eyas.train.tracking import METRICS_NAME, TrackingSettings, read_metrics
 from tests import tiny
 
 LOOP = LoopSettings(
     epochs=3,
     batch_tokens=120,
+    pack_tokens=None,
     ttt_steps=3,
     ttt_warmup_share=0.3,
     step_decay=0.8,
     learning_rate=3e-3,
     warmup_share=0.1,
     schedule="cosine",
-    max_grad_norm=1.0,
-    max_grad_value=None,
+    decay_share=0.2,
+    final_share=0.05,
     noise=FeatureNoise(kind="none", width=0.2),
+    ema_decay=None,
     evaluate_every=5,
+    stop_after_evaluations=None,
+    max_skipped_steps=3,
     checkpoint_every=4,
+    keep_checkpoints=2,
     log_every=1,
     chain_length=3,
     seed=0,
+)
+
+OPTIMIZATION = Optimization(
+    kind="adamw",
+    learning_rate=LOOP.learning_rate,
+    muon_learning_rate=LOOP.learning_rate,
+    betas=(0.9, 0.95),
+    weight_decay=0.01,
+    max_grad_norm=1.0,
+    max_grad_value=None,
 )
 
 FORM = StoreForm(storage="float32", teacher="hidden", teacher_k=0, last_everywhere=True)
@@ -95,14 +110,15 @@ def train(
     arguments: dict[str, Any] = {
         "plan": plan(),
         "losses": Losses(token=TokenLoss()),
-        "weight_decay": 0.01,
-        "betas": (0.9, 0.95),
-        "precision": "no",
+        "optimization": OPTIMIZATION,
+        "precision": "fp32",
         "evaluate_conversations": 4,
         "threads": None,
-        "tracker": "none",
-        "run_name": "test",
+        "tracking": TrackingSettings(name="test", config={}),
+        "settings": {},
+        "facts": {},
         "trust_remote_code": False,
+        "nominal_flops": lambda _name: None,
         "say": lambda _line: None,
     }
     out_dir.mkdir(parents=True, exist_ok=True)

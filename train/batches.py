@@ -1,14 +1,7 @@
-"""From documents to training batches: which documents go together, in which order, and which of their slots count.
-
-The order is a pure function of (seed, epoch), so a run resumes at a batch number without replaying anything. Each
-process takes every world-size-th batch, and the last incomplete round is dropped, so that all processes take the same
-number of steps.
-"""
+"""Cut a document to what training needs: which of its slots count, and which rows of the teacher judge them."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,53 +52,3 @@ def training_document(
         teacher=document.teacher.to(device),
         targets=[rows_S.to(device) for rows_S in targets],
     )
-
-
-def run_batches(
-    lengths: Sequence[int], *, batch_tokens: int, seed: int, epochs: int, rank: int, world_size: int
-) -> list[list[int]]:
-    """Document indices of every batch of one process in a whole run, epoch after epoch.
-
-    Epochs differ in their number of batches, since how documents fill them depends on their order; so a step's place
-    is looked up here and never computed from the length of one epoch.
-    """
-    return [
-        batch
-        for epoch in range(epochs)
-        for batch in epoch_batches(
-            lengths, batch_tokens=batch_tokens, seed=seed, epoch=epoch, rank=rank, world_size=world_size
-        )
-    ]
-
-
-def epoch_batches(
-    lengths: Sequence[int],
-    *,
-    batch_tokens: int,
-    seed: int,
-    epoch: int,
-    rank: int,
-    world_size: int,
-) -> list[list[int]]:
-    """Document indices of each batch of one process in one epoch.
-
-    Documents are shuffled and then filled into batches in that order, up to `batch_tokens` tokens; a longer document is
-    a batch of its own. There is no padding: documents are handled end to end.
-    """
-    order = list(range(len(lengths)))
-    random.Random(f"{seed}/{epoch}").shuffle(order)
-    batches: list[list[int]] = []
-    filled = batch_tokens + 1
-    for index in order:
-        if filled + lengths[index] > batch_tokens:
-            batches.append([])
-            filled = 0
-        batches[-1].append(index)
-        filled += lengths[index]
-    rounds = len(batches) // world_size
-    if rounds == 0:
-        raise ValueError(
-            f"{len(batches)} batches of train.batch_tokens={batch_tokens} are not enough for {world_size} processes; "
-            "use fewer processes, smaller batches or more data"
-        )
-    return batches[rank : rounds * world_size : world_size]

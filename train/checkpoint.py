@@ -1,110 +1,276 @@
-"""Checkpoints of a training run: weights and optimiser state in safetensors, position and selection in JSON.
+"""Checkpoints of a training run: what it needs to go on to the bit, and the heads that they refer to.
 
-    checkpoints/step-00000200/   weights.safetensors  optimizer.safetensors  state.json
-    heads/step-00000200/         a head directory, kept for the best step only
+    checkpoints/step-00000200/   weights, optimizer, ema (if any), rng .safetensors; state.json; files.json
+    checkpoints/latest.json      the newest checkpoint and the best head, for readers; nothing here trusts it
+    heads/step-00000200/         a head directory, kept for the best step of every checkpoint
 
-A checkpoint is written beside and renamed, and the newest complete one is what a resumed run starts from. Only the
-head's own parameters are in it; the target's pieces are frozen and shared. There is no random state to keep: the order
-of batches is a function of seed and epoch, and noise on features one of seed, step and document.
+Only the head's trained parameters are in them, whole and in float32, by name: the target's pieces are frozen and
+shared. checkpoint_files.py has the guarantees about kills, power cuts and bad disks.
+
+Writing happens in a background thread while training goes on. `save` takes its tensors over: the caller hands in copies
+(as TrainingEngine.weights and optimizer_state give them) that nothing changes afterwards. So a head whose weights and
+optimiser state are S bytes needs S more on the CPU while a checkpoint is written, and never twice that: a second save
+waits for the first.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-from safetensors.torch import load_file, save
-from torch import Tensor, nn
+from safetensors.torch import load_file
+from torch import Tensor
 
-from eyas.heads.files import read_json, sync_directory, write_bytes, write_json
+from eyas.heads.files import read_json, write_json
+from eyas.train.checkpoint_files import (
+    RECORD,
+    BrokenCheckpoint,
+    check_directory,
+    clear_broken,
+    clear_leftovers,
+    remove_directory,
+    set_aside,
+    step_name,
+    step_of,
+    whole_directories,
+    write_directory,
+)
 
-KEPT = 2
+LATEST = "latest.json"
+SHOWN_DIFFERENCES = 8
 
 
 @dataclass
 class TrainingState:
-    """Where a run stands: optimiser steps done, and the best evaluation so far (step -1: none yet)."""
+    """Where a run stands. Steps are optimiser steps.
+
+    Attributes:
+        step: steps done, which is also the cursor in the order of batches.
+        best_step, best_tau: of the best evaluation so far; step -1 before the first one.
+        evaluations: held-out evaluations done. since_best: those since the best one.
+        skipped: steps left out because their gradient was not finite.
+        tokens, slots: trained on so far, over all processes; slots count every TTT step.
+    """
 
     step: int = 0
     best_step: int = -1
     best_tau: float = 0.0
+    evaluations: int = 0
+    since_best: int = 0
+    skipped: int = 0
+    tokens: int = 0
+    slots: int = 0
 
 
-def save_checkpoint(
-    run_dir: Path, *, module: nn.Module, optimizer: torch.optim.Optimizer, state: TrainingState
-) -> None:
-    """Write the checkpoint of `state.step` atomically, then drop all but the newest `KEPT`."""
-    final = run_dir / "checkpoints" / _name(state.step)
-    temporary = final.with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    write_bytes(temporary / "weights.safetensors", save(_contiguous(module.state_dict())))
-    write_bytes(temporary / "optimizer.safetensors", save(_optimizer_tensors(optimizer)))
-    write_json(temporary / "state.json", asdict(state))
-    sync_directory(temporary)
-    shutil.rmtree(final, ignore_errors=True)
-    temporary.rename(final)
-    sync_directory(final.parent)
-    for old in _complete(run_dir)[:-KEPT]:
-        shutil.rmtree(old, ignore_errors=True)
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint that was found whole. Tensors are read each time they are asked for."""
+
+    directory: Path
+    state: TrainingState
+    facts: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps done."""
+        return self.state.step
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Trained parameters by name."""
+        return load_file(self.directory / "weights.safetensors")
+
+    @property
+    def optimizer(self) -> dict[str, Tensor]:
+        """Optimiser state, "<parameter>/<name>"."""
+        return load_file(self.directory / "optimizer.safetensors")
+
+    @property
+    def ema(self) -> dict[str, Tensor] | None:
+        """Averages of the weights by parameter name; None when the run keeps none."""
+        path = self.directory / "ema.safetensors"
+        return load_file(path) if path.is_file() else None
+
+    @property
+    def rng(self) -> dict[str, Tensor]:
+        """Random state of every process (rng.py)."""
+        return load_file(self.directory / "rng.safetensors")
 
 
-def load_latest(run_dir: Path, *, module: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
-    """Put the newest checkpoint into `module` and `optimizer`; a fresh state when there is none."""
-    complete = _complete(run_dir)
-    if not complete:
-        return TrainingState()
-    directory = complete[-1]
-    module.load_state_dict(load_file(directory / "weights.safetensors"))
-    _load_optimizer(optimizer, load_file(directory / "optimizer.safetensors"))
-    return TrainingState(**read_json(directory / "state.json"))
+class Checkpoints:
+    """The checkpoints of one run directory."""
+
+    def __init__(self, run_dir: Path, *, settings: dict[str, Any], keep: int, say: Callable[[str], None]) -> None:
+        """
+        Args:
+            settings: JSON values that a checkpoint must agree with to be continued; not the number of processes.
+            keep: newest checkpoints that stay on disk.
+            say: takes a line that the user should read.
+        """
+        assert keep >= 1, keep
+        self._run_dir, self._parent = run_dir, run_dir / "checkpoints"
+        self._settings: dict[str, Any] = json.loads(json.dumps(settings))
+        self._keep, self._say = keep, say
+        self._writer: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._written: bytes | None = None
+
+    def newest(self) -> Saved | None:
+        """The newest whole checkpoint; None when there is none. Broken ones are named and set aside.
+
+        Every process may call it at the same time, before anything is saved.
+
+        Raises:
+            ValueError: the checkpoint was made with other settings; names them.
+        """
+        clear_leftovers(self._parent)
+        broken = 0
+        for directory in reversed(whole_directories(self._parent)):
+            try:
+                saved = self._open(directory)
+            except BrokenCheckpoint as reason:
+                aside = set_aside(directory)
+                self._say(
+                    f"checkpoint {directory} is broken: {reason}; set aside as {aside.name}, taking the one before"
+                )
+                broken += 1
+                continue
+            self._prune(saved.step)  # a kill may have come between writing the last one and this
+            return saved
+        if broken:
+            self._say(f"no whole checkpoint is left in {self._parent}; training starts from the beginning")
+        return None
+
+    def save(
+        self,
+        *,
+        weights: dict[str, Tensor],
+        optimizer: dict[str, Tensor],
+        ema: dict[str, Tensor] | None,
+        state: TrainingState,
+        rng: dict[str, Tensor],
+        facts: dict[str, Any],
+    ) -> None:
+        """Begin to write a checkpoint and return; the tensors are on the CPU and belong to this object from now on.
+
+        Waits for the checkpoint before, if that is not on disk yet. A state that this object has saved is not written
+        again.
+
+        Raises:
+            OSError: the checkpoint before could not be written, for example because the disk is full.
+        """
+        self.wait()
+        values = {"state": asdict(state), "settings": self._settings, "facts": facts}
+        content = f"{json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False)}\n".encode()
+        if content == self._written:
+            return
+        tensors = {"weights": weights, "optimizer": optimizer, "rng": rng} | ({} if ema is None else {"ema": ema})
+        # No daemon: a process that ends by an error still finishes the checkpoint that it began.
+        self._writer = threading.Thread(
+            target=self._write, args=(state.step, tensors, content), name="eyas-checkpoint", daemon=False
+        )
+        self._writer.start()
+
+    def wait(self) -> None:
+        """Until all that was saved is on disk.
+
+        Raises:
+            OSError: the disk is full or failed; the checkpoints before are untouched.
+            RuntimeError: something else kept the checkpoint from being written.
+        """
+        if self._writer is None:
+            return
+        self._writer.join()
+        self._writer, error, self._error = None, self._error, None
+        if isinstance(error, OSError):
+            raise error
+        if error is not None:
+            raise RuntimeError(f"a checkpoint in {self._parent} could not be written: {error}") from error
+
+    def _write(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], record: bytes) -> None:
+        """Write, publish and prune; runs in the background thread."""
+        final = self._parent / step_name(step)
+        try:
+            write_directory(final, tensors=tensors, record=record)
+            self._written = record
+            best_step = json.loads(record)["state"]["best_step"]
+            best = None if best_step < 0 else f"heads/{step_name(best_step)}"
+            write_json(
+                self._parent / LATEST, {"step": step, "checkpoint": f"checkpoints/{final.name}", "best_head": best}
+            )
+            clear_broken(self._parent)
+            self._prune(step)
+        except BaseException as error:
+            self._error = error
+            shutil.rmtree(final.with_suffix(".tmp"), ignore_errors=True)
+
+    def _prune(self, step: int) -> None:
+        """Drop checkpoints but the newest ones, and heads up to this step that none of those refers to."""
+        directories = whole_directories(self._parent)
+        for directory in directories[: -self._keep]:
+            remove_directory(directory)
+        referred = {_best_step(path) for path in directories[-self._keep :]}
+        for head in whole_directories(self._run_dir / "heads"):
+            # Later heads belong to evaluations that no checkpoint knows of yet.
+            if step_of(head) <= step and step_of(head) not in referred:
+                shutil.rmtree(head, ignore_errors=True)
+
+    def _open(self, directory: Path) -> Saved:
+        check_directory(directory)
+        record = read_json(directory / RECORD)
+        require_same_settings(record["settings"], self._settings, directory=directory)
+        state = TrainingState(**record["state"])
+        if state.best_step >= 0 and not head_directory(self._run_dir, state.best_step).is_dir():
+            raise BrokenCheckpoint(f"its best head, heads/{step_name(state.best_step)}, is missing")
+        return Saved(directory=directory, state=state, facts=record["facts"])
+
+
+def require_same_settings(saved: dict[str, Any], current: dict[str, Any], *, directory: Path) -> None:
+    """
+    Raises:
+        ValueError: the settings differ; lists the fields with both values, and the mend.
+    """
+    there, here = _flat(saved), _flat(current)
+    different = [name for name in {**there, **here} if there.get(name, _Absent) != here.get(name, _Absent)]
+    if not different:
+        return
+    lines = [f"{name} is {_shown(there, name)} there and {_shown(here, name)} here" for name in sorted(different)]
+    more = f" and {len(lines) - SHOWN_DIFFERENCES} more" if len(lines) > SHOWN_DIFFERENCES else ""
+    raise ValueError(
+        f"checkpoint {directory} was made with other settings: {'; '.join(lines[:SHOWN_DIFFERENCES])}{more}; set them back "
+        "to continue it, or set run_dir=... to train from the beginning elsewhere"
+    )
 
 
 def head_directory(run_dir: Path, step: int) -> Path:
     """Where the head of an evaluated step is kept."""
-    return run_dir / "heads" / _name(step)
+    return run_dir / "heads" / step_name(step)
 
 
-def prune_heads(run_dir: Path, *, keep: set[int]) -> None:
-    """Remove the kept heads of all steps but `keep`."""
-    kept = {_name(step) for step in keep}
-    for directory in (run_dir / "heads").glob("step-*"):
-        if directory.name not in kept:
-            shutil.rmtree(directory, ignore_errors=True)
+def _best_step(directory: Path) -> int | None:
+    """Best step that a checkpoint refers to; None when an older one, which nobody has checked, is broken."""
+    try:
+        return read_json(directory / RECORD)["state"]["best_step"]
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
-def saved_best_step(run_dir: Path) -> int:
-    """Best step that the newest checkpoint refers to; -1 without one."""
-    complete = _complete(run_dir)
-    return read_json(complete[-1] / "state.json")["best_step"] if complete else -1
+class _Absent:
+    """Stands for the value of a field that one side does not have."""
 
 
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
+def _flat(settings: dict[str, Any], *, prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted name."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, prefix=f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value}
+    return flat
 
 
-def _complete(run_dir: Path) -> list[Path]:
-    return sorted(path for path in (run_dir / "checkpoints").glob("step-*") if path.suffix != ".tmp")
-
-
-def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    state = optimizer.state_dict()["state"]
-    return {
-        f"{index}.{name}": value.detach().cpu().contiguous()
-        for index, values in state.items()
-        for name, value in values.items()
-    }
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        index, name = key.split(".", 1)
-        state.setdefault(int(index), {})[name] = tensor
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+def _shown(flat: dict[str, Any], name: str) -> str:
+    return json.dumps(flat[name], ensure_ascii=False) if name in flat else "absent"

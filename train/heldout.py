@@ -15,26 +15,53 @@ from torch import Tensor
 from eyas.heads.drafting import ChainStatistics, chain_statistics, draft_from_slots, simulate_chains
 from eyas.heads.head import DraftHead
 from eyas.heads.slots import contiguous_runs, serving_slots
-from eyas.train.batches import states_of
-from eyas.train.features.documents import Document
+from eyas.train.features.documents import Document, states_of
 
 
 def heldout_statistics(
     head: DraftHead,
     documents: Iterable[Document],
     *,
-    embedding_VH: Tensor,
-    target_readout_DH: Tensor,
+    embedding_VH: Tensor | None,
+    target_readout_DH: Tensor | None,
     num_tokens: int,
     device: torch.device,
     autocast: torch.dtype | None,
 ) -> ChainStatistics:
-    """Chain acceptance over `documents` with `num_tokens` drafted tokens a step.
+    """Chain acceptance over `documents`; arguments as of `heldout_hits`."""
+    return statistics_of(
+        heldout_hits(
+            head,
+            documents,
+            embedding_VH=embedding_VH,
+            target_readout_DH=target_readout_DH,
+            num_tokens=num_tokens,
+            device=device,
+            autocast=autocast,
+        )
+    )
+
+
+def heldout_hits(
+    head: DraftHead,
+    documents: Iterable[Document],
+    *,
+    embedding_VH: Tensor | None,
+    target_readout_DH: Tensor | None,
+    num_tokens: int,
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> Tensor:
+    """Counts of chains with `num_tokens` drafted tokens over `documents`, which add up over shares of a split.
 
     Args:
-        embedding_VH: the target's embedding on `device`, float32. target_readout_DH: the target's readout rows of the
-            draft vocabulary on `device`, read by heads without a readout of their own.
+        head: with whole weights, on `device`.
+        embedding_VH: the target's embedding, on any device; not read by a head with its own.
+        target_readout_DH: the target's readout rows of the draft vocabulary on `device`; not read by a head with its own.
         autocast: dtype of matrix products, or None for float32 throughout.
+
+    Returns:
+        int64 [1 + K] on the CPU: draft steps, and those whose first 1, ..., K drafted tokens were all accepted.
     """
     accepted: list[int] = []
     with torch.autocast(device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
@@ -47,15 +74,22 @@ def heldout_statistics(
                 num_tokens=num_tokens,
                 device=device,
             )
-    return chain_statistics(accepted, num_tokens=num_tokens)
+    statistics = chain_statistics(accepted, num_tokens=num_tokens)
+    return torch.tensor([statistics.num_drafts, *statistics.hits])
+
+
+def statistics_of(hits_K: Tensor) -> ChainStatistics:
+    """Chain acceptance of the counts that `heldout_hits` gives, added up or not."""
+    num_drafts, *hits = (int(count) for count in hits_K.tolist())
+    return ChainStatistics(num_drafts=num_drafts, hits=tuple(hits))
 
 
 def _document_chains(
     head: DraftHead,
     document: Document,
     *,
-    embedding_VH: Tensor,
-    target_readout_DH: Tensor,
+    embedding_VH: Tensor | None,
+    target_readout_DH: Tensor | None,
     num_tokens: int,
     device: torch.device,
 ) -> list[int]:
@@ -68,7 +102,7 @@ def _document_chains(
         target_readout_DH=target_readout_DH,
         token_ids_T=document.token_ids_T.to(device),
         states_TX=states_of(document, source=head.feature_source).to(device, torch.float32),
-        slots_S=slots_S.to(device),
+        slots_S=slots_S,
         num_tokens=num_tokens,
     ).cpu()
     accepted: list[int] = []

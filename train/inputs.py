@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -88,9 +88,10 @@ class OpenInputs:
     identity: StoreIdentity
     online: bool
 
-    def heldout_in_memory(self, count: int, *, say: Callable[[str], None]) -> list[Document]:
-        """The first held-out documents, for evaluations while training; `say` takes how large they are online."""
-        documents = list(in_order(self.heldout, first=count))
+    def heldout_share(self, count: int, *, rank: int, world_size: int, say: Callable[[str], None]) -> list[Document]:
+        """One process's share of the first `count` held-out documents, for evaluations while training; `say` takes how
+        large they are online."""
+        documents = list(in_order(self.heldout, range(rank, min(count, len(self.heldout)), world_size)))
         if self.online:
             size = sum(tensor.nbytes for document in documents for tensor in _states(document))
             say(f"online: states of {len(documents)} held-out conversations stay in memory, {size / 2**20:.1f} MiB")
@@ -102,9 +103,9 @@ class OpenInputs:
         self.heldout.close()
 
 
-def in_order(documents: Documents, *, first: int | None = None) -> Iterator[Document]:
-    """The `first` documents, or all, one at a time."""
-    batches = [[index] for index in range(len(documents))][:first]
+def in_order(documents: Documents, indices: Iterable[int] | None = None) -> Iterator[Document]:
+    """Some documents, or all, one at a time."""
+    batches = [[index] for index in (range(len(documents)) if indices is None else indices)]
     documents.start(batches)
     for batch in batches:
         yield from documents.load(batch)

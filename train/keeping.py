@@ -44,7 +44,7 @@ class Keeper:
             return TrainingState()
         if saved.ema is not None:
             self.engine.load(saved.ema, None)
-            self.ema.reset(updates=saved.state.step)
+            self.ema.reset(updates=saved.state.step - saved.state.skipped)
         self.engine.load(saved.weights, saved.optimizer)
         restore_rng(saved.rng, rank=self.engine.rank, world_size=self.engine.world_size)
         return saved.state

@@ -62,8 +62,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.total = len(self.order)
-        self.nonfinite = NonFiniteGuard(limit=self.settings.max_skipped_steps)
-        self.spikes = SpikeGuard()
+        self.nonfinite = NonFiniteGuard(limit=self.settings.max_skipped_steps, say=self.say)
+        self.spikes, self.num_spikes = SpikeGuard(), 0
         self.early_stop = EarlyStop(patience=self.settings.stop_after_evaluations)
 
     def train(self) -> TrainingState:
@@ -91,6 +91,8 @@ class Trainer:
     def _step(self, packs: Iterator[TrainingPack]) -> None:
         """One optimiser step over this process's packs of the global batch."""
         step, settings = self.state.step, self.settings
+        if settings.steps_change_at(step, total=self.total):
+            self.spikes.forget()
         mine = self.order.packs(step, rank=self.engine.rank, world_size=self.engine.world_size)
         num_steps = settings.ttt_steps_at(step, total=self.total)
         rows_K = self.order.rows(step)[:num_steps]
@@ -147,16 +149,17 @@ class Trainer:
     def _log(self) -> dict[str, str]:
         """Write the window's metrics and begin a new one; what the progress bar shows."""
         epoch = self.order.epoch(self.state.step)
-        record = self.window.record(self.engine.sum, state=self.state, epoch=epoch)
+        record = self.window.record(self.engine.sum, state=self.state, epoch=epoch, spikes=self.num_spikes)
         spike = self.spikes.look(
             record["loss"], step=self.state.step, documents=self.order.documents(self.state.step - 1)
         )
         if spike is not None:
+            self.num_spikes += 1
             self.say(spike)
         self.tracker.log(record)
         return {
-            "kl": f"{record['kl_1']:.3f}",
-            "acc": f"{record['accuracy_1']:.3f}",
+            "loss": f"{record['loss']:.3f}",
+            "tau_product": f"{record.get('tau_product', 1.0):.3f}",
             "tau": f"{self.state.best_tau:.3f}",
         }
 

@@ -26,18 +26,14 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups: list[Group], *, adamw: dict[str, Any]) -> None:
         """Take over `groups`: each holds "params", "part", "lr" and "weight_decay". `adamw`: options of AdamW."""
+        assert all(group["part"] in ("muon", "adamw") for group in groups)
         parts: dict[str, torch.optim.Optimizer] = {}
-        of_muon = [group for group in groups if group["part"] == "muon"]
-        of_adamw = [group for group in groups if group["part"] == "adamw"]
-        # Each constructor writes its defaults into its groups, which are then this object's groups.
-        if of_muon:
+        # Each constructor writes its defaults into the groups that it is given, which then are this object's too.
+        if of_muon := [group for group in groups if group["part"] == "muon"]:
             parts["muon"] = torch.optim.Muon(of_muon, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")
-        if of_adamw:
+        if of_adamw := [group for group in groups if group["part"] == "adamw"]:
             parts["adamw"] = torch.optim.AdamW(of_adamw, **adamw)
-        assert len(of_muon) + len(of_adamw) == len(groups)
-        filled = iter([*parts["muon"].param_groups] if of_muon else [])
-        others = iter([*parts["adamw"].param_groups] if of_adamw else [])
-        super().__init__([next(filled if group["part"] == "muon" else others) for group in groups], defaults={})
+        super().__init__(groups, defaults={})
         self._parts = parts
 
     @torch.no_grad()

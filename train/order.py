@@ -3,8 +3,8 @@
 A step trains a global batch: documents of up to `batch_tokens` tokens over all processes together. The global batches are
 a function of the data, the seed and the settings and never of the number of processes, so a run may go on with another
 number of them. A global batch is dealt out to the processes by cost, and each share is cut into packs, which are computed
-one after another. All processes run the same number of packs in a step: one that lacks documents computes a filler, whose
-result does not count.
+one after another. All processes run the same number of packs in a step: one that lacks documents computes a filler, the
+cheapest document of the split, whose result does not count.
 
 Every epoch trains each document once. Documents without a trained row teach nothing and are left out. An epoch's
 batches differ from the last one's in number too, so a step's place is looked up and never computed.
@@ -106,6 +106,8 @@ class RunOrder:
             )
         self._lengths: list[int] = lengths_N.tolist()
         self._costs: list[int] = (lengths_N + TOKENS_PER_ROW * self._rows_NK.sum(1)).tolist()
+        # One for the whole run: a process computes or reads it once, and has it at hand from then on.
+        self._filler = Pack((min(trained.tolist(), key=self._costs.__getitem__),), counted=False)
         self._epochs = [self._epoch(epoch, trained) for epoch in range(settings.epochs)]
         self._firsts = [0, *accumulate(len(ends_S) for _, ends_S in self._epochs)]
         """First step of each epoch, and the number of steps."""
@@ -138,7 +140,7 @@ class RunOrder:
         documents = self.documents(step)
         shares, count = self._split(documents, world_size=world_size)
         packs = [Pack(tuple(pack)) for pack in self._share_packs(shares[rank], count=count)]
-        return packs + [self._filler(documents)] * (count - len(packs))
+        return packs + [self._filler] * (count - len(packs))
 
     def all_packs(self, *, rank: int, world_size: int) -> list[list[int]]:
         """Documents of each pack of one process in the whole run, fillers included."""
@@ -228,7 +230,3 @@ class RunOrder:
         if limit is None or count == 1:
             return [list(share)] if share else []
         return spread(share, lengths=self._lengths, costs=self._costs, limit=limit, count=count)
-
-    def _filler(self, documents: Sequence[int]) -> Pack:
-        cheapest = min(documents, key=lambda index: (self._costs[index], index))
-        return Pack((cheapest,), counted=False)

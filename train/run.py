@@ -36,7 +36,7 @@ from eyas.train.optim import make_optimizer
 from eyas.train.order import RunOrder
 from eyas.train.parallel.engine import TrainingEngine
 from eyas.train.parallel.start import Processes, start_processes, training_engine
-from eyas.train.peak import nominal_flops, peak_flops
+from eyas.train.peak import peak_flops
 from eyas.train.preemption import clear_requeue
 from eyas.train.settings import LoopSettings
 from eyas.train.start import HeadPlan, start_head
@@ -75,6 +75,7 @@ def run_training(
     settings: dict[str, Any],
     facts: dict[str, Any],
     trust_remote_code: bool,
+    nominal_flops: Callable[[str], float | None],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Train a head and write the best one, by held-out tau, to `out_dir/head`.
@@ -83,6 +84,7 @@ def run_training(
         precision: of matrix products; weights and optimiser state are float32.
         evaluate_conversations: held-out conversations of the evaluations while training; the final figure uses all.
         threads: CPU threads of each process.
+        nominal_flops: the bf16 peak of a GPU by its name, None where it is not known.
         settings: what a checkpoint must agree with to be continued. facts: what it repeats for its reader.
 
     Returns:
@@ -151,7 +153,7 @@ def run_training(
                 keeper=keeper,
                 ema=ema,
                 tracker=tracker,
-                window=_window(engine, dtype=dtype),
+                window=_window(engine, dtype=dtype, nominal_flops=nominal_flops),
                 settings=loop,
                 run_dir=out_dir,
                 pack_flops=partial(pack_flops, config=head.config, train_readout=_trains_readout(head)),
@@ -191,10 +193,11 @@ def _say_order(order: RunOrder, *, world_size: int, say: Callable[[str], None]) 
         say(warning)
 
 
-def _window(engine: TrainingEngine, *, dtype: torch.dtype) -> Window:
-    nominal = nominal_flops(engine.device)
+def _window(engine: TrainingEngine, *, dtype: torch.dtype, nominal_flops: Callable[[str], float | None]) -> Window:
+    name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
+    nominal = nominal_flops(name) if dtype == torch.bfloat16 else None
     engine.barrier()  # processes that share processors measure what they will share in training
-    peak = peak_flops(engine.device, dtype=dtype, nominal=nominal if dtype == torch.bfloat16 else None)
+    peak = peak_flops(engine.device, dtype=dtype, nominal=nominal)
     return Window(device=engine.device, rank=engine.rank, world_size=engine.world_size, peak=peak)
 
 

@@ -66,3 +66,7 @@ class LoopSettings:
     def ttt_steps_at(self, step: int, *, total: int) -> int:
         """Training-time-test steps of an optimiser step: one while warming up, which costs least."""
         return 1 if step < self.ttt_warmup_share * total else self.ttt_steps
+
+    def steps_change_at(self, step: int, *, total: int) -> bool:
+        """Whether an optimiser step has another number of TTT steps than the one before it."""
+        return step > 0 and self.ttt_steps_at(step, total=total) != self.ttt_steps_at(step - 1, total=total)

@@ -79,7 +79,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     quality.add_argument("--seconds", type=float, default=400.0)
     quality.add_argument("--peer-optimizer", choices=["muon", "adamw"], default="muon", help="muon is its default")
     quality.add_argument("--peer-rate", type=float, default=1e-3, help="1e-3 is its default")
-    quality.add_argument("--peer-precision", choices=["fp32", "bf16"], help="null: ours")
+    quality.add_argument("--peer-precision", choices=["fp32", "bf16"], help="left out: the recipe's")
     quality.add_argument("--prompts", type=int, default=16, help="held-out prompts to serve; 0 = do not serve")
     quality.add_argument("--out", type=Path, help="directory for the heads and quality.json")
     parser.add_argument("--arm-process", choices=["ours", PEER], help=argparse.SUPPRESS)

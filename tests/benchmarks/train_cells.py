@@ -139,7 +139,7 @@ class Work:
 
 
 def document_lengths(tokens: int, *, mean: int, rng: random.Random) -> list[int]:
-    """Lengths around `mean`, from a quarter of it to about twice, that add up to `tokens`."""
+    """Lengths around `mean`, from a quarter of it to about three times, that add up to `tokens`."""
     lengths: list[int] = []
     left = tokens
     while left > 0:

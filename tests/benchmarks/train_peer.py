@@ -78,8 +78,9 @@ def _peer_config(config: HeadConfig, *, device: torch.device, verifier: Path | N
         rms_norm_eps=config.rms_norm_eps,
         rope_parameters=dict(config.rope_parameters),
         tie_word_embeddings=False,
-        attn_implementation="simple_flex_attention" if device.type == "cuda" else "eager",
     )
+    # As its trainer sets it: this name is not one that the configuration's own argument knows.
+    layer._attn_implementation = "simple_flex_attention" if device.type == "cuda" else "eager"
     target = VerifierConfig(name_or_path=str(verifier or "none"), architectures=["LlamaForCausalLM"])
     return Eagle3SpeculatorConfig(
         transformer_layer_config=layer,

@@ -6,8 +6,8 @@ after a kill, windows that are there are read and the others computed in the gro
 
 In several processes, a document that another one met at an earlier step is there too, since no process begins a step
 before all have finished the one before. A process that loads packs ahead of their use is only sure of steps that lie as
-far back, so documents of the last few steps are computed again, and fillers too: a handful in an epoch. Such a document
-is in the cache twice, and the last bits of the two may differ where they were computed among others.
+far back, so documents of the last few steps are computed again, and a filler in each process: a handful in an epoch. Such
+a document is in the cache twice, and the last bits of the two may differ where they were computed among others.
 """
 
 from __future__ import annotations

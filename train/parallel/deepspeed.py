@@ -35,13 +35,14 @@ class DeepSpeedEngine(Group):
 
         super().__init__(accelerator, head=head, optimizer=optimizer)
         self.stage: int = config["zero_optimization"]["stage"]
-        if self.stage == 3:
-            # A head's parameters are used without calling the submodules they belong to, so they are gathered together.
-            deepspeed.utils.set_z3_leaf_module(objective, True)
-        self._engine: Any = deepspeed.initialize(model=objective, optimizer=optimizer, config=config)[0]
+        model = WholeUnit(objective) if self.stage == 3 else objective
+        self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
         self._zero: Any = self._engine.optimizer
         self._norm: Tensor | None = None
         self.model: Callable[..., Any] = self._engine
+        if self.stage == 3:
+            anchor = torch.zeros((), device=self.device, requires_grad=True)
+            self.model = lambda *inputs: self._engine(anchor, inputs)
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[None]:
         """Say whether this pack is the last of the step."""
@@ -79,6 +80,8 @@ class DeepSpeedEngine(Group):
         from deepspeed.utils import safe_get_full_optimizer_state
 
         state = self.optimizer.state.get(flat_parameters(self._zero, stage=self.stage)[0], {})
+        if state:
+            link_state(self._zero, stage=self.stage)
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.trainable().items():
             for key, value in state.items():
@@ -92,7 +95,7 @@ class DeepSpeedEngine(Group):
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor], optimizer_state: dict[str, Tensor] | None) -> None:
         """Take over whole weights and optimiser state; collective."""
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
 
         parameters = self.trainable()
         check_weights(weights, shapes={name: whole_shape(parameter) for name, parameter in parameters.items()})
@@ -109,7 +112,7 @@ class DeepSpeedEngine(Group):
     @contextmanager
     def whole_head(self) -> Iterator[DraftHead]:
         """The head itself, with its shards gathered in stage 3."""
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
 
         with GatheredParameters(list(self.head.parameters()), enabled=self.stage == 3):
             yield self.head
@@ -118,6 +121,27 @@ class DeepSpeedEngine(Group):
         with known_norm(self._zero, norm, stage=self.stage):
             self._engine.step()
         self._norm = None
+
+
+class WholeUnit(nn.Module):
+    """Around the objective in stage 3, so that DeepSpeed gathers and releases all parameters together (a leaf module).
+
+    A head's parameters are used without calling the submodules they belong to, which hooks of submodules would not see.
+    DeepSpeed reduces a leaf's gradients once those of its inputs are there; a pack needs none, hence `anchor`: a zero
+    that is added to the loss. It must be on the device of the loss, whose backward then comes to it last.
+    """
+
+    def __init__(self, objective: nn.Module) -> None:
+        from deepspeed.utils import set_z3_leaf_module
+
+        super().__init__()
+        self.objective = objective
+        set_z3_leaf_module(self, True)
+
+    def forward(self, anchor: Tensor, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the objective gives for `inputs`, its loss first."""
+        loss, *others = self.objective(*inputs)
+        return (loss + anchor, *others)
 
 
 def gradient_norm(zero: Any, *, stage: int) -> Tensor:
@@ -161,8 +185,19 @@ def prepare_state(zero: Any, *, stage: int, tensors: dict[str, Tensor]) -> None:
                     state.setdefault(key, torch.zeros_like(flat))
                 else:
                     state[key] = value.to(flat.device if on_device else "cpu", copy=True)
+    link_state(zero, stage=stage)
+
+
+def link_state(zero: Any, *, stage: int) -> None:
+    """Let every parameter of stage 1 and 2 find its part of the optimiser's flat state.
+
+    DeepSpeed does so by itself, but when its first group has made a step, and then for that group only.
+    """
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
     if stage < 3:
-        zero._lazy_init_hp_params_optimizer_state()
+        for parameters, flat in zip(zero.bit16_groups, flat_parameters(zero, stage=stage), strict=True):
+            lazy_init_hp_params_optimizer_state(parameters, flat, zero.optimizer.state)
 
 
 def set_state(parameter: nn.Parameter, value: Tensor, *, key: str, stage: int, rank: int) -> None:

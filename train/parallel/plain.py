@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -109,3 +110,11 @@ class PlainEngine(Group):
     def _like(self, value: Tensor, parameter: nn.Parameter) -> Tensor:  # noqa: ARG002  # others place it as `parameter` is
         """The engine's own copy of a whole tensor, placed as `parameter` is."""
         return value.clone()
+
+
+def replicate(accelerator: Accelerator, objective: nn.Module) -> nn.Module:
+    """The objective on the device of this process, under DDP when there are several."""
+    with warnings.catch_warnings():
+        # The name that replaces `broadcast_buffers` in torch 2.13 is not known to accelerate.
+        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+        return accelerator.prepare_model(objective)

@@ -24,7 +24,7 @@ from eyas.train.parallel.deepspeed import DeepSpeedEngine
 from eyas.train.parallel.deepspeed_config import check_deepspeed
 from eyas.train.parallel.engine import TrainingEngine
 from eyas.train.parallel.fsdp import FsdpEngine, check_fsdp, shard
-from eyas.train.parallel.plain import PlainEngine
+from eyas.train.parallel.plain import PlainEngine, replicate
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def training_engine(
             accelerator, objective=objective, head=head, optimizer=optimizer, config=processes.deepspeed
         )
     engine = FsdpEngine if processes.fsdp else PlainEngine
-    model = shard(accelerator, objective, optimizer) if processes.fsdp else accelerator.prepare_model(objective)
+    model = shard(accelerator, objective, optimizer) if processes.fsdp else replicate(accelerator, objective)
     return engine(
         accelerator,
         model=model,
