@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,11 +40,13 @@ class Places:
         self.starts_S = (ends_B - torch.tensor(lengths))[documents_S]
         self.device_slots_S = slots_S.to(device, non_blocking=True)
         self.device_starts_S = self.starts_S.to(device, non_blocking=True)
-        self.groups = lru_cache(maxsize=1)(self._groups)
+        self._groups: dict[int | None, list[Group]] = {}
 
-    def _groups(self, reach: int | None) -> list[Group]:
-        """Blocks of queries and keys where a query sees `reach` slots."""
-        return plan_groups(self.slots_S, starts_S=self.starts_S, reach=reach)
+    def groups(self, reach: int | None) -> list[Group]:
+        """Blocks of queries and keys where a query sees `reach` slots; planned once for all layers."""
+        if reach not in self._groups:
+            self._groups[reach] = plan_groups(self.slots_S, starts_S=self.starts_S, reach=reach)
+        return self._groups[reach]
 
     @property
     def positions_S(self) -> Tensor:

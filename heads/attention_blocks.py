@@ -89,9 +89,7 @@ def _cut(run: _Run, tile: int) -> list[_Run]:
     pieces = range(run.begin, run.end, tile)
     shift = run.first_slot - run.begin
     ends = [min(begin + tile, run.end) for begin in pieces]
-    return [
-        _Run(begin, end, begin + shift, end + shift, run.document) for begin, end in zip(pieces, ends, strict=True)
-    ]
+    return [_Run(begin, end, begin + shift, end + shift, run.document) for begin, end in zip(pieces, ends, strict=True)]
 
 
 def _gathered(runs: list[_Run], tile: int) -> list[tuple[int, int]]:

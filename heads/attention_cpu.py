@@ -162,9 +162,7 @@ def _backward_own(
         grad_score_SN = _own_products(grad_SNE, value_SME).sub_(shift_SN).mul_(weight_SN).mul_(scale)
         grad_values.append((_grouped(grad_SNE * weight_SN.unsqueeze(-1), value_SME)).sum(dim=2))
         grad_keys.append((_grouped(query_SNE * grad_score_SN.unsqueeze(-1), key_SME)).sum(dim=2))
-        _grouped(grad_query_SNE, key_SME).addcmul_(
-            key_SME.unsqueeze(2), _grouped(grad_score_SN.unsqueeze(-1), key_SME)
-        )
+        _grouped(grad_query_SNE, key_SME).addcmul_(key_SME.unsqueeze(2), _grouped(grad_score_SN.unsqueeze(-1), key_SME))
     return grad_keys + grad_values
 
 

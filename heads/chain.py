@@ -83,9 +83,7 @@ class Chains:
             residual_TH = self._attend(index, query_SQ, residual_TH, rotations, places)
         return residual_TH
 
-    def _keep_tokens(
-        self, token_TH: Tensor, token_TK: Tensor | None, places: Places, chosen: Places
-    ) -> Tensor | None:
+    def _keep_tokens(self, token_TH: Tensor, token_TK: Tensor | None, places: Places, chosen: Places) -> Tensor | None:
         """Keep what later steps read of the true tokens; what the token side adds to the first layer's queries."""
         rows_S = chosen.device_slots_S
         self.token_SH = take_rows(token_TH, rows_S)

@@ -9,7 +9,6 @@ Shapes: T positions, N heads, E head size.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

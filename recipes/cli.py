@@ -31,6 +31,13 @@ class _Commands(TyperGroup):
     """Turns errors of the user and Ctrl-C into one line and an exit code, for every command."""
 
     def invoke(self, ctx: Any) -> Any:
+        try:
+            return self._invoke(ctx)
+        except Preempted as stopped:
+            typer.echo(f"{stopped}; run the same command again to continue", err=True)
+            raise typer.Exit(EXIT_REQUEUE) from stopped
+
+    def _invoke(self, ctx: Any) -> Any:
         if os.environ.get("EYAS_TRACEBACK") == "1":
             return super().invoke(ctx)
         try:
@@ -41,9 +48,6 @@ class _Commands(TyperGroup):
             if error.errno not in DISK_ERRORS:
                 raise
             message = f"{error.filename or 'disk'}: {error.strerror}; free space, or set run_dir=... to write elsewhere"
-        except Preempted as error:
-            typer.echo(f"{error}; run the same command again to continue", err=True)
-            raise typer.Exit(EXIT_REQUEUE) from error
         except KeyboardInterrupt as error:
             typer.echo("interrupted; run the same command again to continue", err=True)
             raise typer.Exit(INTERRUPTED) from error

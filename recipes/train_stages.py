@@ -22,7 +22,7 @@ from eyas.recipes.stage import Stage, output_fingerprint, require_free_bytes, wi
 if TYPE_CHECKING:
     from eyas.train.inputs import TrainedInputs
     from eyas.train.objective import Losses
-    from eyas.train.run import Optimization
+    from eyas.train.ready import Optimization
     from eyas.train.settings import LoopSettings
     from eyas.train.start import HeadPlan
     from eyas.train.tracking import TrackingSettings
@@ -309,7 +309,7 @@ def loop_settings(train: Train, *, seed: int) -> LoopSettings:
 
 def optimization(train: Train) -> Optimization:
     """The part of the training section that the optimiser takes."""
-    from eyas.train.run import Optimization
+    from eyas.train.ready import Optimization
 
     return Optimization(
         kind=train.optimizer,

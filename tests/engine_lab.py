@@ -160,12 +160,12 @@ def _relative_gap(
     chains = Chains(
         head,
         states_TX=states_TX[:-1],
-        next_ids_T=token_ids_T[1:],
-        embedding_VH=embedding_VH,
+        embedding_TH=head.embed(token_ids_T[1:], embedding_VH=embedding_VH),
         slots_S=torch.tensor([slot]),
+        lengths=[token_ids_T.shape[0] - 1],
     )
     for token in drafted:
-        chains.advance(torch.tensor([token]))
+        chains.advance(head.embed(torch.tensor([token]), embedding_VH=embedding_VH))
     logits_1D = head.logits(chains.outputs_SH, target_readout_DH=target_readout_DH)
     best, second = logits_1D[0].topk(2).values.tolist()
     return (best - second) / max(abs(best), 1e-9)

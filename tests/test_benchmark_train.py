@@ -130,7 +130,7 @@ def test_the_step_computes_no_more_matrix_products_than_are_counted() -> None:
         train_readout=True,
     )
     # Torch's counter does not see products that are added to a tensor in place, such as the readout's gradient.
-    assert 0.85 * counted <= run <= 1.02 * counted
+    assert 0.8 * counted <= run <= 1.02 * counted
 
 
 def test_a_cell_runs_as_a_command_and_is_written(tmp_path: Path) -> None:

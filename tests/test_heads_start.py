@@ -53,19 +53,16 @@ def test_a_head_initialised_from_the_target_is_its_last_layer_run_early(tiny_tar
             projection.weight[:, 64:] *= 2.0
     capture = HiddenStateCapture(load_target_model(tiny_target, dtype=torch.float32), capture_layers=layers)
     captured_BTX, last_BTH = capture(torch.arange(3, 20)[None])
-    from eyas.train.batches import TrainingDocument
-    from eyas.train.features.teacher import HiddenTeacher
-    from eyas.train.objective import trained_hidden_states
+    from eyas.heads.chain import Chains
 
-    document = TrainingDocument(
-        next_ids_T=torch.arange(4, 21),
-        states_TX=captured_BTX[0],
-        slots=[torch.arange(17)],
-        teacher=HiddenTeacher(last_BTH[0]),
-        targets=[torch.arange(17)],
-    )
     with torch.inference_mode():
-        (output_TH,) = trained_hidden_states(head, document, embedding_VH=pieces.embedding_VH, num_steps=1)
+        output_TH = Chains(
+            head,
+            states_TX=captured_BTX[0],
+            embedding_TH=head.embed(torch.arange(4, 21), embedding_VH=pieces.embedding_VH),
+            slots_S=torch.arange(17),
+            lengths=[17],
+        ).outputs_SH
         normed_TH = head.norm(output_TH)
     torch.testing.assert_close(normed_TH, last_BTH[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(head.lm_head.weight, pieces.readout_VH)

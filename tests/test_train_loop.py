@@ -151,7 +151,7 @@ def _assert_same_run(ours: Path, reference: Path) -> None:
 
 def test_the_best_head_is_kept_not_the_last(finished: Path) -> None:
     evaluations = {r["step"]: r["heldout/tau"] for r in _curve(finished) if "heldout/tau" in r}
-    state = read_json(sorted((finished / "checkpoints").iterdir())[-1] / "state.json")
+    state = read_json(sorted((finished / "checkpoints").iterdir())[-1] / "state.json")["state"]
     assert state["best_tau"] == max(evaluations.values())
     assert state["best_step"] == min(step for step, tau in evaluations.items() if tau == state["best_tau"])
     assert [path.name for path in (finished / "heads").iterdir()] == [f"step-{state['best_step']:08d}"]

@@ -66,8 +66,10 @@ def _assert_equal(
     terms: TokenLoss,
     chunk: int | None = None,
     tolerance: float = 2e-5,
+    least_scale: float = 1e-6,
 ) -> None:
-    """Loss, sums and gradients against the reference; gradients to within the tolerance of their largest entry."""
+    """Loss, sums and gradients against the reference; gradients to within the tolerance of their largest entry, which
+    counts as `least_scale` at least."""
     reference = dense_distillation(rows, readout_DH=readout, judge=judge, terms=terms)
     ours = chunked_distillation(rows, readout_DH=readout, judge=judge, terms=terms, chunk_positions=chunk)
     assert torch.isfinite(ours.loss)
@@ -76,7 +78,7 @@ def _assert_equal(
     torch.testing.assert_close(ours.acceptance_sums_K, reference.acceptance_sums_K, rtol=tolerance, atol=tolerance)
     assert torch.equal(ours.hits_K, reference.hits_K)
     for a, b in zip(_gradients(ours.loss, rows, readout), _gradients(reference.loss, rows, readout), strict=True):
-        scale = max(b.abs().max().item(), 1e-6) if b.numel() else 1.0
+        scale = max(b.abs().max().item(), least_scale) if b.numel() else 1.0
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * scale)
 
 
@@ -117,7 +119,7 @@ def test_closed_gradients_are_derivatives(terms: str, kind: str) -> None:
     gradients = torch.autograd.grad(loss(0.0), inputs)
     slope = sum(float((a * b).sum()) for a, b in zip(gradients, directions, strict=True))
     width = 1e-6
-    assert float(loss(width) - loss(-width)) / (2 * width) == pytest.approx(slope, rel=1e-6)
+    assert float((loss(width) - loss(-width)).detach()) / (2 * width) == pytest.approx(slope, rel=1e-6)
     _assert_equal(judge, rows=rows, readout=readout, terms=TERMS[terms], chunk=9, tolerance=1e-10)
 
 
@@ -182,8 +184,11 @@ def test_the_readouts_gradient_is_summed_in_float32() -> None:
 @pytest.mark.parametrize("terms", TERMS)
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_large_vocabularies_and_peaked_distributions(terms: str, scale: float) -> None:
-    """At scale 30 nearly all p and q are 0 in float32, and mostly p and q do not meet; sums over 32768 tokens and logits
-    in the hundreds leave 1e-4 of float32."""
+    """At scale 30 nearly all p and q are 0 in float32, and mostly p and q do not meet.
+
+    Logits in the hundreds are known to 3e-5, so probabilities are to 1e-4. Where a term saturates its gradient is what is
+    left of log-ratios of hundreds, each known to 3e-5, times hidden states of some tens.
+    """
     torch.manual_seed(0)
     large, width = 32768, 8
     judge = JudgedBy(HiddenTeacher(scale * torch.randn(P, width)), torch.randn(large, width), torch.arange(large))
@@ -192,7 +197,7 @@ def test_large_vocabularies_and_peaked_distributions(terms: str, scale: float) -
         p = judge.distributions(slice(None), terms=NONE).probability_CD
         assert bool((p == 0).any()) == (scale == 30.0)
     rows = _rows(width=width, scale=scale)
-    _assert_equal(judge, rows=rows, readout=readout, terms=TERMS[terms], chunk=5, tolerance=3e-4)
+    _assert_equal(judge, rows=rows, readout=readout, terms=TERMS[terms], chunk=5, tolerance=3e-4, least_scale=scale)
 
 
 @pytest.mark.parametrize("terms", TERMS)
@@ -211,9 +216,9 @@ def test_a_head_that_is_its_target_gets_no_gradient_from_divergences(terms: str)
     assert torch.isfinite(gradient).all()
     torch.testing.assert_close(result.acceptance_sums_K, torch.tensor([9.0]))
     assert result.hits_K.tolist() == [9]
-    assert abs(float(result.kl_sums_K)) < 1e-4
+    assert abs(result.kl_sums_K.item()) < 1e-4
     if terms in ("forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "log_acceptance"):
-        assert abs(float(result.loss)) < 1e-4
+        assert abs(result.loss.item()) < 1e-4
         assert gradient.abs().max() < 1e-4
 
 
@@ -228,7 +233,7 @@ def test_log_acceptance_without_common_ground_is_finite() -> None:
             terms=SINGLE["log_acceptance"],
         )
         (gradient,) = torch.autograd.grad(result.loss, hidden)
-        assert float(result.loss) == pytest.approx(0.8 * expected, rel=1e-2)
+        assert result.loss.item() == pytest.approx(0.8 * expected, rel=1e-2)
         wanted = [[-0.8, 0.8]] if gap == 60.0 else [[0.0, 0.0]]
         torch.testing.assert_close(gradient, torch.tensor(wanted), atol=1e-6, rtol=1e-5)
 
@@ -241,7 +246,7 @@ def test_rows_of_no_weight_and_no_rows_give_zero_gradients(terms: str) -> None:
     empty = [StepRows(torch.zeros(0, H, requires_grad=True), torch.zeros(0, dtype=torch.long), 1.0) for _ in range(2)]
     for rows in (weightless, empty):
         result = chunked_distillation(rows, readout_DH=readout, judge=judge, terms=TERMS[terms])
-        assert float(result.loss) == 0.0
+        assert result.loss.item() == 0.0
         assert result.kl_sums_K.shape == (len(rows),)
         for gradient in _gradients(result.loss, rows, readout):
             assert gradient.count_nonzero() == 0
@@ -411,7 +416,7 @@ def test_a_perfect_head_has_no_loss_and_hits_everything(teacher_of: str) -> None
     result = chunked_distillation(
         rows, readout_DH=readout, judge=JudgedBy(teacher, readout, torch.arange(40)), terms=TokenLoss()
     )
-    assert abs(float(result.loss)) < 1e-4
+    assert abs(result.loss.item()) < 1e-4
     assert result.hits_K.tolist() == [9]
 
 

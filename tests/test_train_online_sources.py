@@ -105,9 +105,9 @@ def test_nothing_is_computed_twice_but_at_the_seam_of_epochs() -> None:
 # Documents
 
 
-def _order(inputs: Inputs, *, pack_tokens: int | None = None, epochs: int = 2) -> RunOrder:
+def _order(inputs: Inputs, *, batch_tokens: int = 60, pack_tokens: int | None = None, epochs: int = 2) -> RunOrder:
     tokens = Tokens(inputs.tokens, split="train")
-    settings = OrderSettings(batch_tokens=60, pack_tokens=pack_tokens, seed=0, epochs=epochs)
+    settings = OrderSettings(batch_tokens=batch_tokens, pack_tokens=pack_tokens, seed=0, epochs=epochs)
     return RunOrder(tokens.lengths.tolist(), tokens.trained_rows(num_steps=3), settings=settings)
 
 
@@ -266,10 +266,14 @@ def test_an_error_in_the_targets_process_is_told_by_the_trainer(inputs: Inputs, 
 # A cache that several processes share
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("ahead", [0, 4])
 def test_processes_read_from_the_cache_what_others_computed(inputs: Inputs, tmp_path: Path, ahead: int) -> None:
-    """Three processes in lockstep, each `ahead` packs further in loading than in training; and a resumed run."""
-    order, tokens, world_size = _order(inputs, pack_tokens=40, epochs=4), Tokens(inputs.tokens, split="train"), 3
+    """Three processes in step, of which the first loads as far ahead as it may and the others do not; and a resumed run."""
+    order, tokens, world_size = (
+        _order(inputs, batch_tokens=150, pack_tokens=60, epochs=6),
+        Tokens(inputs.tokens, split="train"),
+        3,
+    )
     settings = target_settings(inputs)
     cache = tmp_path / CACHE_NAME
     cache.mkdir()
@@ -295,8 +299,9 @@ def test_processes_read_from_the_cache_what_others_computed(inputs: Inputs, tmp_
         loaded = [begin] * world_size
         for step in range(first, last):
             until = order.packs_before(step + 1, rank=0, world_size=world_size)
-            for rank in range(world_size):  # the first is furthest ahead of the others
-                for number in range(loaded[rank], min(until + ahead, len(runs[rank]))):
+            for rank in range(world_size):
+                most = until + (ahead if rank == 0 else 0)
+                for number in range(loaded[rank], min(most, len(runs[rank]))):
                     for index, document in zip(
                         runs[rank][number], documents[rank].load(runs[rank][number]), strict=True
                     ):
@@ -305,13 +310,13 @@ def test_processes_read_from_the_cache_what_others_computed(inputs: Inputs, tmp_
         for each in documents:
             each.close()
 
-    middle, end = len(order) // 4, len(order)
-    run(0, middle)
-    shards = len(list(cache.glob("train-*")))
-    run(middle, end)
+    half, end = len(order) // 12, len(order)
+    run(0, half)
+    before = len(computed)
+    run(half, end)
     trained = set(itertools.chain.from_iterable(order.documents(step) for step in range(end)))
     assert set(computed) == trained
-    assert len(computed) <= 1.5 * len(trained), "later epochs read"
+    assert 0 < before < len(computed) <= 1.5 * len(trained), "later epochs read"
     before = len(computed)
     run(end - 3, end)  # everything is there
-    assert len(computed) == before and len(list(cache.glob("train-*"))) > shards
+    assert len(computed) == before

@@ -115,17 +115,19 @@ def test_closing_waits_for_the_item_in_work_and_begins_no_other() -> None:
 
 
 def test_ctrl_c_while_waiting_loses_nothing() -> None:
-    go_on = threading.Event()
+    asked, go_on = threading.Event(), threading.Event()
 
     def produce(number: int) -> int:
-        if number == 1 and not go_on.is_set():
+        if number == 1:
+            assert asked.wait(PATIENCE)
             os.kill(os.getpid(), signal.SIGINT)  # arrives in the main thread, which waits for this item
             assert go_on.wait(PATIENCE)
         return number
 
     with Prefetcher(produce, range(3), depth=1) as numbers:
+        assert next(numbers) == 0
         with pytest.raises(KeyboardInterrupt):
-            while True:
-                assert next(numbers) == 0
+            asked.set()
+            next(numbers)
         go_on.set()
         assert list(numbers) == [1, 2]

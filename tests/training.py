@@ -14,7 +14,8 @@ from eyas.train.inputs import Offline, Online, TrainedInputs
 from eyas.train.losses import TokenLoss
 from eyas.train.noise import FeatureNoise
 from eyas.train.objective import Losses
-from eyas.train.run import Optimization, run_training
+from eyas.train.ready import Optimization
+from eyas.train.run import run_training
 from eyas.train.settings import LoopSettings
 from eyas.train.start import HeadPlan
 from eyas.train.tracking import METRICS_NAME, TrackingSettings, read_metrics

@@ -6,6 +6,7 @@ share the weights, can change between two starts of a run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class Keeper:
     Attributes:
         ema: averages of the weights, which are evaluated and kept instead of the weights where there are any.
         facts: values that every checkpoint repeats for its reader, such as versions and the tracker's run id.
+        say: takes a line that the user should read.
     """
 
     engine: TrainingEngine
@@ -36,18 +38,36 @@ class Keeper:
     ema: Averages
     run_dir: Path
     facts: dict[str, Any]
+    say: Callable[[str], None]
 
     def resume(self) -> TrainingState:
         """Put the newest intact checkpoint into place; a fresh state when there is none."""
         saved = self.checkpoints.newest()
+        self._require_agreement(-1 if saved is None else saved.step)
         if saved is None:
             return TrainingState()
         if saved.ema is not None:
             self.engine.load(saved.ema, None)
             self.ema.reset(updates=saved.state.step - saved.state.skipped)
         self.engine.load(saved.weights, saved.optimizer)
-        restore_rng(saved.rng, rank=self.engine.rank, world_size=self.engine.world_size)
+        if not restore_rng(saved.rng, rank=self.engine.rank, world_size=self.engine.world_size):
+            self.say(
+                f"the checkpoint at step {saved.step} is of {saved.facts['world_size']} processes and goes on in "
+                f"{self.engine.world_size}: the same conversations in the same order, equal to rounding"
+            )
         return saved.state
+
+    def _require_agreement(self, step: int) -> None:
+        """
+        Raises:
+            ValueError: processes found different checkpoints.
+        """
+        total = int(self.engine.sum(torch.tensor(step)))
+        if total != step * self.engine.world_size:
+            raise ValueError(
+                f"the processes of this run see different checkpoints in {self.run_dir}; set run_dir=... to a file system "
+                "that all nodes share"
+            )
 
     def evaluate(self, state: TrainingState) -> ChainStatistics:
         """Held-out acceptance of the present head; a new best one is kept as a head directory."""

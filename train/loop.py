@@ -27,7 +27,7 @@ from eyas.train.objective import step_weights
 from eyas.train.order import Pack, RunOrder
 from eyas.train.pack import TrainingPack, training_pack
 from eyas.train.parallel.engine import TrainingEngine
-from eyas.train.preemption import Preempted, StopRequest, mark_for_requeue, stop_on_signals
+from eyas.train.preemption import Preempted, StopRequest, mark_for_requeue
 from eyas.train.prefetch import Prefetcher
 from eyas.train.settings import LoopSettings
 from eyas.train.tracking import Tracker
@@ -40,6 +40,7 @@ class Trainer:
     Attributes:
         embedding_VH: the target's embedding on the CPU; None when the head has its own.
         pack_flops: floating-point operations of a pack over some TTT steps.
+        stop: whether a signal asked this process to stop.
         prefetch: packs that are made ready while another one trains; 0 makes each when it is needed.
         say: takes a line that the user should read.
     """
@@ -56,7 +57,9 @@ class Trainer:
     settings: LoopSettings
     run_dir: Path
     pack_flops: Callable[[TrainingPack, int], float]
+    draft_vocab_size: int
     prefetch: int
+    stop: StopRequest
     say: Callable[[str], None]
     state: TrainingState
 
@@ -76,15 +79,15 @@ class Trainer:
         ranks = {"rank": self.engine.rank, "world_size": self.engine.world_size}
         self.documents.start(self.order.all_packs(**ranks), first=self.order.packs_before(self.state.step, **ranks))
         self.engine.barrier()  # what one process had to mend in a shared cache is there for all
-        with stop_on_signals() as stop, self._progress() as progress, closing(self._prepared()) as prepared:
+        with self._progress() as progress, closing(self._prepared()) as prepared:
             packs = iter(prepared)
             ended = self.state.step == self.total
             while not ended:
                 self._step(packs)
                 progress.update()
                 ended = self._after_step(progress)
-                if self._stop_agreed(stop):
-                    self._stop(stop)
+                if self._stop_agreed():
+                    self._stop()
         self.keeper.wait()
         return self.state
 
@@ -170,16 +173,16 @@ class Trainer:
         record |= {f"heldout/marginal_{i + 1}": rate for i, rate in enumerate(statistics.marginal)}
         self.tracker.log(record)
 
-    def _stop(self, stop: StopRequest) -> None:
+    def _stop(self) -> None:
         self.keeper.save(self.state)
         self.keeper.wait()
         if self.engine.is_main:
-            mark_for_requeue(self.run_dir, signal_number=stop.signal_number, step=self.state.step)
-        raise Preempted(signal_number=stop.signal_number, step=self.state.step)
+            mark_for_requeue(self.run_dir, signal_number=self.stop.signal_number, step=self.state.step)
+        raise Preempted(signal_number=self.stop.signal_number, step=self.state.step)
 
-    def _stop_agreed(self, stop: StopRequest) -> bool:
+    def _stop_agreed(self) -> bool:
         """True on every process as soon as one was signalled, so that all save the same step."""
-        flag = torch.tensor(int(stop.requested), device=self.engine.device)
+        flag = torch.tensor(int(self.stop.requested), device=self.engine.device)
         return bool(self.engine.sum(flag) > 0)
 
     def _prepared(self) -> Prefetcher[tuple[int, Pack], TrainingPack]:
@@ -211,9 +214,12 @@ class Trainer:
         """Turn running out of memory into a sentence with the numbers of the pack."""
         try:
             yield
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+        except (MemoryError, RuntimeError) as error:
             explain_out_of_memory(
-                error, tokens=pack.num_tokens, rows=[slots_S.shape[0] for slots_S in pack.slots[:num_steps]]
+                error,
+                tokens=pack.num_tokens,
+                rows=[slots_S.shape[0] for slots_S in pack.slots[:num_steps]],
+                draft_vocab_size=self.draft_vocab_size,
             )
             raise
 

@@ -127,17 +127,15 @@ def feature_distances(outputs: Sequence[Tensor], targets: Sequence[Tensor], *, l
     """Sum over the rows of each step of the mean smooth L1 distance to the target's hidden state (EAGLE, eq. 1), [K]."""
     return torch.stack(
         [
-            F.smooth_l1_loss(
-                output_SH.float(), last_PH[targets_S.to(last_PH.device)].float(), reduction="none"
-            ).mean(dim=-1).sum()
+            F.smooth_l1_loss(output_SH.float(), last_PH[targets_S.to(last_PH.device)].float(), reduction="none")
+            .mean(dim=-1)
+            .sum()
             for output_SH, targets_S in zip(outputs, targets, strict=False)
         ]
     )
 
 
-def trained_hidden_states(
-    head: DraftHead, pack: TrainingPack, *, num_steps: int, detach: bool = False
-) -> list[Tensor]:
+def trained_hidden_states(head: DraftHead, pack: TrainingPack, *, num_steps: int, detach: bool = False) -> list[Tensor]:
     """Outputs o^i [S_i, H] of the trained slots at each step; the pack has trained slots."""
     chains = Chains(
         head,
@@ -157,9 +155,7 @@ def trained_hidden_states(
     return outputs
 
 
-def dense_hidden_states(
-    head: DraftHead, pack: TrainingPack, *, num_steps: int, detach: bool = False
-) -> list[Tensor]:
+def dense_hidden_states(head: DraftHead, pack: TrainingPack, *, num_steps: int, detach: bool = False) -> list[Tensor]:
     """Reference of `trained_hidden_states`: document by document, every slot at every step with dense masks, and the
     trained slots picked last."""
     embedding_TH = _embedding(head, pack)

@@ -1,28 +1,23 @@
-"""The train stage: put documents, target pieces, vocabulary, head and loop together, and leave the best head in `head/`."""
+"""The train stage: put documents, target pieces, head and loop together, and leave the best head in `head/`."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate import PartialState
-from torch import Tensor
 
-from eyas.heads.config import load_target_config
-from eyas.heads.files import read_json, write_json
+from eyas.heads.files import write_json
 from eyas.heads.formats.read import read_head
 from eyas.heads.head import DraftHead
-from eyas.heads.target import TargetPieces, load_target_pieces
+from eyas.heads.target import TargetPieces
 from eyas.heads.vocab import coverage
 from eyas.train.checkpoint import Checkpoints, TrainingState, head_directory
-from eyas.train.ema import averages
-from eyas.train.evaluation import Evaluation
 from eyas.train.features.cache import CACHE_NAME, remove_cache
 from eyas.train.features.documents import Documents
 from eyas.train.flops import pack_flops
@@ -31,33 +26,18 @@ from eyas.train.inputs import OpenInputs, TrainedInputs, in_order, open_inputs
 from eyas.train.keeping import Keeper
 from eyas.train.loop import Trainer
 from eyas.train.metrics import Window
-from eyas.train.objective import HeadObjective, Losses
-from eyas.train.optim import make_optimizer
+from eyas.train.objective import Losses
 from eyas.train.order import RunOrder
 from eyas.train.parallel.engine import TrainingEngine
-from eyas.train.parallel.start import Processes, start_processes, training_engine
+from eyas.train.parallel.start import Processes, start_processes
 from eyas.train.peak import peak_flops
-from eyas.train.preemption import clear_requeue
+from eyas.train.preemption import Preempted, StopRequest, clear_requeue, stop_on_signals
+from eyas.train.ready import Optimization, Ready, make_ready
 from eyas.train.settings import LoopSettings
-from eyas.train.start import HeadPlan, start_head
+from eyas.train.start import HeadPlan
 from eyas.train.tracking import TrackingSettings, open_trackers
 
 HEAD_DIRECTORY = "head"
-PREFETCHED_PACKS = 4
-"""Packs made ready ahead: enough to hide reading from disk, few enough that their states do not fill memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optimization:
-    """What the optimiser is given."""
-
-    kind: Literal["adamw", "muon"]
-    learning_rate: float
-    muon_learning_rate: float
-    betas: tuple[float, float]
-    weight_decay: float
-    max_grad_norm: float | None
-    max_grad_value: float | None
 
 
 def run_training(
@@ -103,72 +83,113 @@ def run_training(
     require_averages_possible(processes, ema_decay=loop.ema_decay)
     accelerator = processes.accelerator
     say = say if accelerator.is_main_process else _silent
-    opened = open_inputs(
-        inputs,
-        out_dir=out_dir,
-        accelerator=accelerator,
-        order=loop.order,
-        ttt_steps=loop.ttt_steps,
-        trust_remote_code=trust_remote_code,
-        say=say,
-    )
-    with closing(opened):
+    with stop_on_signals() as stop, ExitStack() as stack:
+        opened = open_inputs(
+            inputs,
+            out_dir=out_dir,
+            accelerator=accelerator,
+            order=loop.order,
+            ttt_steps=loop.ttt_steps,
+            trust_remote_code=trust_remote_code,
+            say=say,
+        )
+        stack.enter_context(closing(opened))
         _say_order(opened.order, world_size=accelerator.num_processes, say=say)
-        pieces = load_target_pieces(inputs.target_dir)
-        target = load_target_config(inputs.target_dir, trust_remote_code=trust_remote_code)
-        head = _head(plan, inputs=inputs, opened=opened, pieces=pieces, target=target, seed=loop.seed, say=say)
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        readout_DH = teacher_readout(head, pieces=pieces, opened=opened, dtype=dtype)
-        autocast = torch.bfloat16 if precision == "bf16" else None
-        engine = _engine(
-            processes, head, readout_DH=readout_DH, losses=losses, autocast=autocast, optimization=optimization
+        ready = make_ready(
+            processes,
+            inputs=inputs,
+            opened=opened,
+            plan=plan,
+            losses=losses,
+            optimization=optimization,
+            loop=loop,
+            precision=precision,
+            evaluate_conversations=evaluate_conversations,
+            trust_remote_code=trust_remote_code,
+            say=say,
         )
-        evaluation = Evaluation(
-            documents=opened.heldout_share(
-                evaluate_conversations, rank=engine.rank, world_size=engine.world_size, say=say
-            ),
-            embedding_VH=pieces.embedding_VH,
-            target_readout_DH=None if readout_DH is None else readout_DH.to(engine.device),
-            chain_length=loop.chain_length,
-            autocast=autocast,
-        )
-        ema = averages(engine.trainable().items(), decay=loop.ema_decay)
+        engine = ready.engine
         keeper = Keeper(
             engine=engine,
-            evaluation=evaluation,
+            evaluation=ready.evaluation,
             checkpoints=Checkpoints(out_dir, settings=settings, keep=loop.keep_checkpoints, say=say),
-            ema=ema,
+            ema=ready.ema,
             run_dir=out_dir,
             facts=facts | {"world_size": engine.world_size},
+            say=say,
         )
-        state = keeper.resume()
-        clear_requeue(out_dir)
-        with open_trackers(tracking, run_dir=out_dir, resumed_step=state.step, main=engine.is_main, say=say) as tracker:
-            state = Trainer(
-                engine=engine,
-                order=opened.order,
-                documents=opened.train,
-                source=head.feature_source,
-                embedding_VH=None if head.config.own_embedding else pieces.embedding_VH,
-                keeper=keeper,
-                ema=ema,
-                tracker=tracker,
-                window=_window(engine, dtype=dtype, nominal_flops=nominal_flops),
-                settings=loop,
-                run_dir=out_dir,
-                pack_flops=partial(pack_flops, config=head.config, train_readout=_trains_readout(head)),
-                prefetch=opened.prefetch,
-                say=say,
-                state=state,
-            ).train()
-            counts: dict[str, Any] = {"steps": state.step, "best_step": state.best_step, "skipped_steps": state.skipped}
-            if engine.is_main:
-                counts |= _finish(out_dir, state=state, heldout=opened.heldout, pieces=pieces, target=target, loop=loop)
-                tracker.artifact(out_dir / HEAD_DIRECTORY, kind="head")
+        window = _window(engine, precision=precision, nominal_flops=nominal_flops)
+        counts = _train(
+            out_dir,
+            ready=ready,
+            opened=opened,
+            keeper=keeper,
+            loop=loop,
+            tracking=tracking,
+            window=window,
+            stop=stop,
+            say=say,
+        )
     engine.end()
     if engine.is_main:
         remove_cache(out_dir / CACHE_NAME)
     return counts
+
+
+def _train(
+    out_dir: Path,
+    *,
+    ready: Ready,
+    opened: OpenInputs,
+    keeper: Keeper,
+    loop: LoopSettings,
+    tracking: TrackingSettings,
+    window: Window,
+    stop: StopRequest,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Go on from the newest checkpoint to the end, and keep the best head."""
+    engine, head = ready.engine, ready.head
+    state = keeper.resume()
+    clear_requeue(out_dir)
+    trackers = open_trackers(tracking, run_dir=out_dir, resumed_step=state.step, main=engine.is_main, say=say)
+    with _leaving_together(engine), trackers as tracker:
+        state = Trainer(
+            engine=engine,
+            order=opened.order,
+            documents=opened.train,
+            source=head.feature_source,
+            embedding_VH=None if head.config.own_embedding else ready.pieces.embedding_VH,
+            keeper=keeper,
+            ema=ready.ema,
+            tracker=tracker,
+            window=window,
+            settings=loop,
+            run_dir=out_dir,
+            pack_flops=partial(pack_flops, config=head.config, train_readout=_trains_readout(head)),
+            draft_vocab_size=head.config.draft_vocab_size,
+            prefetch=opened.prefetch,
+            stop=stop,
+            say=say,
+            state=state,
+        ).train()
+        counts: dict[str, Any] = {"steps": state.step, "best_step": state.best_step, "skipped_steps": state.skipped}
+        if engine.is_main:
+            counts |= _finish(
+                out_dir, state=state, heldout=opened.heldout, pieces=ready.pieces, target=ready.target, loop=loop
+            )
+            tracker.artifact(out_dir / HEAD_DIRECTORY, kind="head")
+    return counts
+
+
+@contextmanager
+def _leaving_together(engine: TrainingEngine) -> Iterator[None]:
+    """Wait for the main process, which finishes its trackers: a launcher ends all processes when the first one ends."""
+    try:
+        yield
+    except Preempted:
+        engine.barrier()
+        raise
 
 
 def require_averages_possible(processes: Processes, *, ema_decay: float | None) -> None:
@@ -193,7 +214,8 @@ def _say_order(order: RunOrder, *, world_size: int, say: Callable[[str], None]) 
         say(warning)
 
 
-def _window(engine: TrainingEngine, *, dtype: torch.dtype, nominal_flops: Callable[[str], float | None]) -> Window:
+def _window(engine: TrainingEngine, *, precision: str, nominal_flops: Callable[[str], float | None]) -> Window:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
     nominal = nominal_flops(name) if dtype == torch.bfloat16 else None
     engine.barrier()  # processes that share processors measure what they will share in training
@@ -220,7 +242,7 @@ def _finish(
     shutil.copytree(head_directory(out_dir, state.best_step), final)
     device = PartialState().device or torch.device("cpu")
     head = read_head(final, target_config=target).to(device)
-    readout_DH: Tensor = pieces.readout_VH[head.draft_to_target_D.cpu()].to(device).float()
+    readout_DH = pieces.readout_rows(head.draft_to_target_D, device=device, dtype=torch.float32)
     statistics = heldout_statistics(
         head,
         in_order(heldout),
@@ -247,63 +269,3 @@ def _finish(
 
 def _silent(_line: str) -> None:
     """What a process says that is not the main one."""
-
-
-def _head(
-    plan: HeadPlan,
-    *,
-    inputs: TrainedInputs,
-    opened: OpenInputs,
-    pieces: TargetPieces,
-    target: Any,
-    seed: int,
-    say: Callable[[str], None],
-) -> DraftHead:
-    return start_head(
-        plan,
-        target_dir=inputs.target_dir,
-        target=target,
-        pieces=pieces,
-        documents=opened.train,
-        heldout=opened.heldout,
-        capture_layers=opened.identity.capture_layers,
-        stop_token_ids=read_json(inputs.tokens_dir / "stop_tokens.json"),
-        seed=seed,
-        say=say,
-    )
-
-
-def _engine(
-    processes: Processes,
-    head: DraftHead,
-    *,
-    readout_DH: Tensor | None,
-    losses: Losses,
-    autocast: torch.dtype | None,
-    optimization: Optimization,
-) -> TrainingEngine:
-    """Head, loss and optimiser, spread over the processes as the launcher asked."""
-    objective = HeadObjective(head, target_readout_DH=readout_DH, losses=losses, autocast=autocast)
-    optimizer = make_optimizer(
-        head,
-        kind=optimization.kind,
-        learning_rate=optimization.learning_rate,
-        muon_learning_rate=optimization.muon_learning_rate,
-        betas=optimization.betas,
-        weight_decay=optimization.weight_decay,
-    )
-    return training_engine(
-        processes,
-        objective,
-        optimizer,
-        max_grad_norm=optimization.max_grad_norm,
-        max_grad_value=optimization.max_grad_value,
-    )
-
-
-def teacher_readout(head: DraftHead, *, pieces: TargetPieces, opened: OpenInputs, dtype: torch.dtype) -> Tensor | None:
-    """The target's readout rows of the draft vocabulary, in the type they are multiplied in; None where nothing reads them:
-    the teacher's likeliest tokens are stored, and the head has a readout of its own."""
-    if opened.identity.form.teacher == "top-k" and head.config.kind == "eagle3":
-        return None
-    return pieces.readout_VH[head.draft_to_target_D].to(dtype)

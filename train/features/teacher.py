@@ -193,7 +193,8 @@ def _in_vocabulary(teacher: TopKTeacher, draft_to_target_D: Tensor) -> tuple[Ten
     found_CK = draft_to_target_D[places_CK.clamp_max(draft_to_target_D.shape[0] - 1)]
     known_CK = found_CK == ids_CK
     wide = wide_dtype(teacher.log_probs_PK.dtype)
-    log_CK = teacher.log_probs_PK.to(wide).masked_fill(~known_CK, float("-inf"))
+    # A stored probability of 0 is kept finite: where all are 0, they would not renormalise.
+    log_CK = teacher.log_probs_PK.to(wide).clamp_min(-1e4).masked_fill(~known_CK, float("-inf"))
     return log_CK, places_CK.masked_fill(~known_CK, draft_to_target_D.shape[0]), known_CK
 
 

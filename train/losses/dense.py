@@ -44,7 +44,7 @@ def _row_losses(log_q_RD: Tensor, *, target: Distributions, terms: TokenLoss) ->
     """Forward KL, acceptance and the weighted sum of terms of each row."""
     p_RE, log_p_RE, q_RE, log_q_RE = _outcomes(log_q_RD, target=target)
     # Where p = q, min(p, q) has no derivative; written so, the one from above is taken.
-    acceptance_R = (p_RE - torch.relu(p_RE - q_RE)).sum(dim=-1)
+    acceptance_R = torch.where(q_RE < p_RE, q_RE, p_RE).sum(dim=-1)
     kl_R = (torch.xlogy(p_RE, p_RE) - p_RE * log_q_RE).sum(dim=-1)
     reverse_R = (q_RE * (log_q_RE - log_p_RE)).sum(dim=-1)
     log_m_RE = ((p_RE + q_RE) / 2).clamp_min(LEAST_P).log()

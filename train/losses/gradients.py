@@ -81,7 +81,8 @@ def _mix(
         acceptance_R = torch.minimum(q_RD, target.probability_CD, out=log_q_RD).sum(dim=-1)
         floored_R = acceptance_R.clamp_min(LEAST_ACCEPTANCE)
         loss = loss + terms.total_variation * (1 - acceptance_R).sum() - terms.log_acceptance * floored_R.log().sum()
-        slope_R1 = (terms.total_variation + terms.log_acceptance / floored_R)[:, None]
+        steepness_R = torch.where(acceptance_R < LEAST_ACCEPTANCE, 0.0, terms.log_acceptance / floored_R)
+        slope_R1 = (terms.total_variation + steepness_R)[:, None]
         # q where q < p. With its sum B the gradient is slope (B q - q [q < p]).
         below_RD = torch.lt(q_RD, target.probability_CD, out=log_q_RD).mul_(q_RD)
         _to_linear_terms(q_RD, more_R1=slope_R1 * below_RD.sum(dim=-1, keepdim=True), target=target, terms=terms)
@@ -166,6 +167,10 @@ def _spread(target: Distributions, *, log_q_RD: Tensor, log_q_rest_R: Tensor) ->
     """The distributions with the bucket's mass spread as the head spreads it."""
     assert target.rest_C is not None and target.outside_CD is not None, "no bucket to spread"
     log_ratio_R1 = (target.rest_C.clamp_min(LEAST_P).log() - log_q_rest_R)[:, None]
+    # Where p_rest = q_rest but for rounding, as where nothing else is known, q < p must not hold for some tokens of the
+    # bucket and not for others: there p is q to the bit.
+    equal_R1 = log_ratio_R1.abs() < 64 * torch.finfo(log_ratio_R1.dtype).eps
+    log_ratio_R1 = log_ratio_R1.masked_fill(equal_R1, 0.0)
     log_spread_RD = log_q_RD + log_ratio_R1
     return replace(
         target,

@@ -71,7 +71,7 @@ class DeepSpeedEngine(Group):
         """Whole trainable tensors on the main process; collective."""
         from deepspeed.utils import safe_get_full_fp32_param
 
-        whole = (lambda p: p) if self.stage < 3 else safe_get_full_fp32_param
+        whole: Any = (lambda p: p) if self.stage < 3 else safe_get_full_fp32_param
         copies = {name: self.kept(whole(parameter)) for name, parameter in self.trainable().items()}
         return {name: copy for name, copy in copies.items() if copy is not None}
 
@@ -86,7 +86,7 @@ class DeepSpeedEngine(Group):
         for name, parameter in self.trainable().items():
             for key, value in state.items():
                 # One step count serves all tensors that are updated together.
-                whole = value if value.dim() == 0 else safe_get_full_optimizer_state(parameter, key)
+                whole: Any = value if value.dim() == 0 else safe_get_full_optimizer_state(parameter, key)
                 copy = self.kept(whole)
                 if copy is not None:
                     tensors[f"{name}/{key}"] = copy

@@ -61,6 +61,10 @@ class TrainingEngine(Protocol):
         """Give every parameter group `rate` times its "rate_scale"."""
         ...
 
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """What this process holds of the trainable parameters, by the head's names."""
+        ...
+
     def weights(self) -> dict[str, Tensor]:
         """Copies on the CPU of the whole trainable tensors, by the head's names; {} but on the main process; collective."""
         ...

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from eyas.heads.head import DraftHead
@@ -76,7 +76,7 @@ def check_fsdp(accelerator: Accelerator) -> None:
         raise ValueError("fsdp_auto_wrap_policy cuts the head into units; the whole head is one: set it to NO_WRAP")
     if plugin.activation_checkpointing:
         raise ValueError("fsdp_activation_checkpointing is set, which needs units: set it to false")
-    if isinstance(plugin.cpu_offload, torch.distributed.fsdp.CPUOffloadPolicy):
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         raise ValueError(
             "fsdp_offload_params is set; set it to false, or use recipes/accelerate/zero3.yaml with offload"
         )

@@ -93,7 +93,8 @@ def start_processes(
     _check_taken("FSDP", asked=parse_flag_from_env("ACCELERATE_USE_FSDP"), taken=kind == "FSDP")
     config = None
     if kind == DistributedType.DEEPSPEED:
-        config = check_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, max_grad_norm=max_grad_norm)
+        plugin: Any = accelerator.state.deepspeed_plugin
+        config = check_deepspeed(plugin.deepspeed_config, max_grad_norm=max_grad_norm)
     if kind == DistributedType.FSDP:
         check_fsdp(accelerator)
     if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP):
