@@ -5,7 +5,7 @@ its reach; lo never falls from one query to the next. A *run* is queries of cons
 are handled in groups: a run; a piece of one, where a window moves along it; or short runs and documents together, so
 that many short answers do not cost a call each. The keys of a group that all its queries see are one full block, those
 among the queries themselves one causal or masked block, and those that a window hides from later queries one masked
-block. No mask is wider than two tiles, so memory is linear in the number of slots.
+block. No mask is larger than a tile times two tiles, so memory is linear in the number of slots.
 
 Shapes: S queries, L keys of a block.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 TILE = 256
-"""Slots that a group with a mask spans at most."""
+"""Slots that a group with a mask spans, unless it has few queries."""
 
 HIDDEN = -1e30
 """Added to a score that is not seen. It is finite, since a query may see nothing of a block."""
@@ -95,13 +95,16 @@ def _cut(run: _Run, tile: int) -> list[_Run]:
 def _gathered(runs: list[_Run], tile: int) -> list[tuple[int, int]]:
     """First and last + 1 query of each group: runs are taken together while they span at most a tile.
 
-    Runs of several documents go together only where the first of these documents lies within the tile as a whole.
+    Runs of several documents go together only where the first of these documents lies within the tile as a whole. Few
+    queries of one document may span more, as long as their mask is no larger than half a tile's.
     """
     bounds: list[tuple[int, int]] = []
     base, document, whole = 0, -1, False
     for run in runs:
-        joins = bool(bounds) and run.end_slot - base <= tile and (whole or run.document == document)
-        if joins:
+        span, same = run.end_slot - base, run.document == document
+        if bounds and (
+            (span <= tile and (whole or same)) or (same and (run.end - bounds[-1][0]) * span <= tile * tile // 2)
+        ):
             bounds[-1] = (bounds[-1][0], run.end)
             continue
         bounds.append((run.begin, run.end))

@@ -68,8 +68,8 @@ class _ChainAttention(torch.autograd.Function):
         query_SNE, key_TME, value_TME, attended_SNE, lse_SN, *own = ctx.saved_tensors
         grad_SNE = grad_outputs[0].contiguous()
         num_heads, num_kv_heads = query_SNE.shape[1], key_TME.shape[1]
-        # The kernel's backward pass is split over key heads, so few of them leave threads idle.
-        key_TNE, value_TNE = (each.repeat_interleave(num_heads // num_kv_heads, dim=1) for each in (key_TME, value_TME))
+        copies = _copies(num_heads, num_kv_heads)
+        key_TNE, value_TNE = (each.repeat_interleave(copies, dim=1) for each in (key_TME, value_TME))
         grad_query_SNE = torch.zeros_like(grad_SNE)
         grad_key_TNE, grad_value_TNE = torch.zeros_like(key_TNE), torch.zeros_like(value_TNE)
         for group in ctx.groups:
@@ -93,6 +93,13 @@ class _ChainAttention(torch.autograd.Function):
         )
         grad_kv = (_summed(grad, num_kv_heads) for grad in (grad_key_TNE, grad_value_TNE))
         return None, grad_query_SNE, *grad_kv, *grad_own
+
+
+def _copies(num_heads: int, num_kv_heads: int) -> int:
+    """How often key heads are repeated: the backward pass is split over them, and few would leave threads idle."""
+    threads = torch.get_num_threads()
+    balanced = num_kv_heads % threads == 0 or num_kv_heads >= 4 * threads
+    return 1 if balanced else num_heads // num_kv_heads
 
 
 def _attend(query_SNE: Tensor, key_TME: Tensor, value_TME: Tensor, block: Block) -> tuple[Tensor, Tensor]:

@@ -48,12 +48,16 @@ def flex_chain_attention(
     else:
         mask = block_mask(slots_S, low_S, num_slots=key_TME.shape[0])
         attend = _compiled() if query_SNE.device.type == "cuda" else flex_attention
+        query_BNSE, key_BMTE, value_BMTE = (rows.transpose(0, 1)[None] for rows in (query_SNE, key_TME, value_TME))
         attended_BNSE, aux = attend(
-            *(rows.transpose(0, 1)[None] for rows in (query_SNE, key_TME, value_TME)),
+            query_BNSE,
+            key_BMTE,
+            value_BMTE,
             block_mask=mask,
             enable_gqa=query_SNE.shape[1] != key_TME.shape[1],
             return_aux=AuxRequest(lse=True),
         )
+        assert aux.lse is not None
         attended_SNE, lse_SN = attended_BNSE[0].transpose(0, 1), aux.lse[0].T.to(wide)
     if not own_keys:
         return attended_SNE

@@ -25,8 +25,8 @@ class Projections:
             token_width: W, the columns of the weights that multiply the token side; 0 in most layers.
         """
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-        weight_OX = product_dtype(torch.cat([part.weight for part in parts]))
-        biases = [part.bias for part in parts if part.bias is not None]
+        weight_OX = product_dtype(torch.cat(tuple(part.weight for part in parts)))
+        biases = tuple(part.bias for part in parts if part.bias is not None)
         self.query_width = attention.q_proj.out_features
         self.token_width = token_width
         self.bias_O = torch.cat(biases) if biases else None

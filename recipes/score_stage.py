@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from eyas.heads.files import fingerprint_directory, fingerprint_file, read_json, write_json
 from eyas.recipes.run import Run, available_cores, data_stage_names, stage_names
 from eyas.recipes.stage import Stage, output_fingerprint, read_manifest, refresh_files, without
+from eyas.recipes.tracked import tracking_settings
 
 
 def score_stage(run: Run) -> Stage:
@@ -25,7 +28,7 @@ def score_stage(run: Run) -> Stage:
         method = servable_kind(
             head_dir, target_dir=run.target_dir, trust_remote_code=run.recipe.target.trust_remote_code
         )
-        return score(
+        counts = score(
             out_dir,
             target_dir=run.target_dir,
             trust_remote_code=run.recipe.target.trust_remote_code,
@@ -60,6 +63,9 @@ def score_stage(run: Run) -> Stage:
             ),
             context=score_context(run),
         )
+        if given is None:
+            _track_report(run, out_dir)
+        return counts
 
     settings = without(score_settings.model_dump(mode="json"), {"timeout_s", "head"}) | {
         "threads": threads,
@@ -76,6 +82,20 @@ def score_stage(run: Run) -> Stage:
         inputs=inputs,
         body=body,
         refresh=lambda directory: _refresh_report(run, directory),
+    )
+
+
+def _track_report(run: Run, directory: Path) -> None:
+    """Keep the report with the wandb run of the training, where there is one."""
+    from eyas.train.tracking import add_to_finished_run
+
+    add_to_finished_run(
+        tracking_settings(run),
+        trained_in=run.directory("train"),
+        work_dir=directory,
+        path=directory / "report.html",
+        kind="report",
+        say=lambda line: typer.echo(f"score: {line}"),
     )
 
 

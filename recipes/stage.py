@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from eyas.heads.differences import differences, flatten
+from eyas.heads.differences import differences
 from eyas.heads.files import LARGE_FILE_BYTES, fingerprint, fingerprint_file, read_json, sync_directory, write_json
 from eyas.recipes.provenance import git_state, versions
 
@@ -101,7 +101,7 @@ def run_stage(stage: Stage, *, run_dir: Path) -> bool:
         stage.refresh(final)
         return False
     if (final / MANIFEST).is_file() and read_manifest(final)["fingerprint"] == stage.fingerprint:
-        _reopen(final, expected=stage.fingerprint)
+        _reopen(final, stage=stage)
     resumed = _enter(_partial(final), stage=stage)
     start = time.monotonic()
     try:
@@ -217,27 +217,29 @@ def _enter(partial: Path, *, stage: Stage) -> bool:
         _refuse_other_settings(partial, stage=stage)
     _remove(partial)
     partial.mkdir(parents=True)
-    record = {"fingerprint": stage.fingerprint, "settings": stage.settings, "inputs": stage.inputs}
-    write_json(partial / RECORD, record)
+    write_json(partial / RECORD, _record(stage))
     return False
+
+
+def _record(stage: Stage) -> dict[str, Any]:
+    return {"fingerprint": stage.fingerprint, "settings": stage.settings, "inputs": stage.inputs}
 
 
 def _refuse_other_settings(partial: Path, *, stage: Stage) -> None:
     record = read_json(partial / RECORD) if (partial / RECORD).is_file() else {}
-    before = flatten(record.get("settings", {})) | flatten({"inputs": record.get("inputs", {})})
-    now = flatten(stage.settings) | flatten({"inputs": stage.inputs})
-    fields = differences(before, now)
+    before = record.get("settings", {}) | {"inputs": record.get("inputs", {})}
+    fields = differences(before, stage.settings | {"inputs": stage.inputs})
     raise ValueError(
-        f"{partial} holds an unfinished {stage.name} stage of other settings: {'; '.join(fields) or 'all of them'}. Set them "
-        f"back to continue it, remove {partial / stage.precious if stage.precious else partial} to begin anew, or set "
+        f"{partial} holds an unfinished {stage.name} stage of other settings: {fields}. Set them "
+        f"back to continue it, remove {partial} to begin anew, or set "
         "run_dir=... to write elsewhere"
     )
 
 
-def _reopen(final: Path, *, expected: str) -> None:
+def _reopen(final: Path, *, stage: Stage) -> None:
     """Make a stage of which files were deleted a partial one, so that only those are made again."""
     _remove(_partial(final))
-    write_json(final / RECORD, {"fingerprint": expected})  # first, so that a kill in between loses nothing
+    write_json(final / RECORD, _record(stage))  # first, so that a kill in between loses nothing
     final.rename(_partial(final))
 
 

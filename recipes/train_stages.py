@@ -18,6 +18,7 @@ from eyas.recipes.schema import Recipe
 from eyas.recipes.schema_train import Train
 from eyas.recipes.score_stage import head_fingerprint
 from eyas.recipes.stage import Stage, output_fingerprint, require_free_bytes, without
+from eyas.recipes.tracked import tracking_settings
 
 if TYPE_CHECKING:
     from eyas.train.inputs import TrainedInputs
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from eyas.train.ready import Optimization
     from eyas.train.settings import LoopSettings
     from eyas.train.start import HeadPlan
-    from eyas.train.tracking import TrackingSettings
 
 NO_LAYERS: tuple[int, ...] = ()
 
@@ -123,23 +123,6 @@ def train_stage(run: Run) -> Stage:
 def processes_here() -> int:
     """Processes that a launcher started on this node; 1 without one."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def tracking_settings(run: Run) -> TrackingSettings:
-    """Where the curves of a run go besides metrics.jsonl."""
-    from eyas.train.tracking import TrackingSettings
-
-    recipe, tracking = run.recipe, run.recipe.tracking
-    return TrackingSettings(
-        kinds=tracking.trackers,
-        name=recipe.name,
-        project=tracking.project,
-        entity=tracking.entity,
-        group=tracking.group,
-        tags=tracking.tags,
-        mode=tracking.mode,
-        config={"recipe": recipe.model_dump(mode="json"), "git": git_state()},
-    )
 
 
 def trained_inputs(run: Run) -> TrainedInputs:

@@ -168,7 +168,7 @@ def test_any_plan_of_blocks_is_exact(
     seen = torch.zeros(slots.shape[0], total, dtype=torch.int)
     for group in groups:
         for block in group.blocks:
-            assert block.mask_SL is None or block.mask_SL.shape[1] <= 2 * tile
+            assert block.mask_SL is None or block.mask_SL.numel() <= 2 * tile * tile
             visible = torch.ones(group.end - group.begin, block.end - block.begin, dtype=torch.int)
             if block.mask_SL is not None:
                 visible = (block.mask_SL == 0).int()
@@ -182,6 +182,12 @@ def test_any_plan_of_blocks_is_exact(
         expected &= keys > slots[:, None] - window
     assert torch.equal(seen, expected.int())
     _assert_equal(_fast, lengths, slots, num_steps=num_steps, window=window)
+
+
+@pytest.mark.parametrize("threads", [1, 5])
+def test_key_heads_repeated_for_threads_give_the_same_gradient(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    _assert_equal(_fast, [40, 13], torch.arange(5, 50), num_steps=3, window=None)
 
 
 def test_many_short_answers_cost_few_calls() -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from eyas.heads.files import write_json
+from eyas.recipes.provenance import git_state, versions
 from eyas.recipes.stage import (
     MANIFEST,
     RECORD,
     Stage,
-    git_state,
     output_fingerprint,
     read_manifest,
     refresh_files,
@@ -25,7 +25,6 @@ from eyas.recipes.stage import (
     run_lock,
     run_stage,
     stage_status,
-    versions,
 )
 
 
@@ -241,3 +240,17 @@ def test_a_stage_that_stands_may_be_refreshed(tmp_path: Path) -> None:
     assert seen == []
     assert not run_stage(stage, run_dir=tmp_path)
     assert seen == [tmp_path / "prepare"]
+
+
+def test_an_unfinished_stage_that_is_precious_is_not_thrown_away(tmp_path: Path) -> None:
+    def interrupted(work_dir: Path) -> dict[str, Any]:
+        (work_dir / "checkpoints").mkdir()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_stage(replace(make(interrupted), precious="checkpoints"), run_dir=tmp_path)
+    other = replace(make(setting=7, source="b"), precious="checkpoints")
+    with pytest.raises(ValueError, match=r'inputs\.source was "a" and is "b"; setting was 0 and is 7\. Set them back'):
+        run_stage(other, run_dir=tmp_path)
+    assert (tmp_path / "prepare.partial" / "checkpoints").is_dir()
+    assert run_stage(replace(make(), precious="checkpoints"), run_dir=tmp_path)

@@ -164,6 +164,20 @@ def test_bf16_products_change_the_loss_by_their_rounding_only(terms: str, kind: 
         assert (a - b).norm() <= 3e-2 * b.norm()
 
 
+@pytest.mark.parametrize("kind", ["hidden", "10"])
+def test_autocast_reaches_the_products_alone(kind: str) -> None:
+    """The same numbers as with bf16 tensors and without autocast, to the bit."""
+    torch.manual_seed(0)
+    judge, rows, readout = _judge(kind, draft_vocab=40), _rows(), torch.randn(40, H)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = chunked_distillation(rows, readout_DH=readout, judge=judge, terms=TERMS["all"])
+    narrow = [replace(step, hidden_RH=step.hidden_RH.detach().bfloat16()) for step in rows]
+    other = chunked_distillation(narrow, readout_DH=readout.bfloat16(), judge=judge, terms=TERMS["all"])
+    assert torch.equal(ours.loss.detach(), other.loss)
+    assert torch.equal(ours.kl_sums_K, other.kl_sums_K)
+    assert torch.equal(ours.acceptance_sums_K, other.acceptance_sums_K)
+
+
 def test_the_readouts_gradient_is_summed_in_float32() -> None:
     """Thousands of small contributions: a bf16 sum would stop growing at 256 of them."""
     hidden = torch.ones(2048, 1, requires_grad=True)

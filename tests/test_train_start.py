@@ -89,7 +89,7 @@ def test_eagle_trains_with_regression_noise_and_the_top_k_term(inputs: tuple[Pat
         "tokens": tokens,
         "features": features,
         "plan": training.plan(kind="eagle", draft_vocab_size="auto"),
-        "losses": Losses(token=TokenLoss(weight=0.1, top_k=5, top_k_weight=1.0), feature_weight=1.0, detach=True),
+        "losses": Losses(token=TokenLoss(forward_kl=0.1, top_k=1.0, top_k_tokens=5), feature_weight=1.0, detach=True),
         "loop": training.shorter(training.LOOP, epochs=2, noise=FeatureNoise(kind="length", width=0.2)),
     }
     counts = training.train(tmp_path / "one", **arguments)

@@ -26,6 +26,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from eyas.heads.differences import differences
 from eyas.heads.files import read_json, write_json
 from eyas.train.checkpoint_files import (
     RECORD,
@@ -42,7 +43,6 @@ from eyas.train.checkpoint_files import (
 )
 
 LATEST = "latest.json"
-SHOWN_DIFFERENCES = 8
 
 
 @dataclass
@@ -235,16 +235,12 @@ def require_same_settings(saved: dict[str, Any], current: dict[str, Any], *, dir
     Raises:
         ValueError: the settings differ; lists the fields with both values, and the mend.
     """
-    there, here = _flat(saved), _flat(current)
-    different = [name for name in {**there, **here} if there.get(name, _Absent) != here.get(name, _Absent)]
-    if not different:
-        return
-    lines = [f"{name} is {_shown(there, name)} there and {_shown(here, name)} here" for name in sorted(different)]
-    more = f" and {len(lines) - SHOWN_DIFFERENCES} more" if len(lines) > SHOWN_DIFFERENCES else ""
-    raise ValueError(
-        f"checkpoint {directory} was made with other settings: {'; '.join(lines[:SHOWN_DIFFERENCES])}{more}; set them back "
-        "to continue it, or set run_dir=... to train from the beginning elsewhere"
-    )
+    fields = differences(saved, current)
+    if fields:
+        raise ValueError(
+            f"checkpoint {directory} was made with other settings: {fields}; set them back to continue it, or set "
+            "run_dir=... to train from the beginning elsewhere"
+        )
 
 
 def head_directory(run_dir: Path, step: int) -> Path:
@@ -258,19 +254,3 @@ def _best_step(directory: Path) -> int | None:
         return read_json(directory / RECORD)["state"]["best_step"]
     except (ValueError, KeyError, TypeError):
         return None
-
-
-class _Absent:
-    """Stands for the value of a field that one side does not have."""
-
-
-def _flat(settings: dict[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted name."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= _flat(value, prefix=f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value}
-    return flat
-
-
-def _shown(flat: dict[str, Any], name: str) -> str:
-    return json.dumps(flat[name], ensure_ascii=False) if name in flat else "absent"

@@ -1,7 +1,8 @@
 """Matrix products of half-precision matrices with a float32 result.
 
-On CUDA the product itself writes float32 (`out_dtype` of `torch.mm` and `torch.addmm`), so nothing is rounded to half
-precision and no pass converts it. The CPU has no such kernel: there the product is rounded and then widened.
+On CUDA the product itself writes float32 (`out_dtype` of `torch.mm`), so nothing is rounded to half precision and no
+pass converts it. The CPU has no such kernel: there the product is rounded and then widened. Not for use under autocast,
+which would round wide matrices.
 
 Shapes: M, N and K are those of any matrix product.
 """
@@ -32,7 +33,6 @@ def add_product(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
     """Add a b to `total_MN`, which is of `wide_dtype`."""
     if a_MK.dtype == total_MN.dtype:
         total_MN.addmm_(a_MK, b_KN)
-    elif a_MK.is_cuda:
-        torch.addmm(total_MN, a_MK, b_KN, out_dtype=total_MN.dtype, out=total_MN)
     else:
-        total_MN.add_(torch.mm(a_MK, b_KN))
+        # `torch.addmm` with `out_dtype` would spare the sum, but not every version takes a wide total with narrow factors.
+        total_MN.add_(wide_product(a_MK, b_KN) if a_MK.is_cuda else torch.mm(a_MK, b_KN))

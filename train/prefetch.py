@@ -10,6 +10,9 @@ from typing import Generic, Self, TypeVar
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 
+LOOK_UP_SECONDS = 0.5
+"""A signal that arrives just before a thread begins to wait does not wake it, so Ctrl-C is looked for now and then."""
+
 
 class Prefetcher(Generic[Item, Made]):
     """Iterates `produce(item)` of items in their order, up to `depth` of them ready ahead of their use.
@@ -42,9 +45,8 @@ class Prefetcher(Generic[Item, Made]):
         if self._thread is None:
             return next(self._made)
         with self._changed:
-            # An interrupt may arrive in `wait`; nothing was taken then.
             while not self._ready and not self._ended:
-                self._changed.wait()
+                self._changed.wait(LOOK_UP_SECONDS)
             if self._ready:
                 self._changed.notify_all()
                 return self._ready.popleft()

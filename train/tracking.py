@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from eyas.heads.files import write_text
+from eyas.heads.files import read_json, write_json, write_text
 from eyas.train.preemption import EXIT_REQUEUE, Preempted
 from eyas.train.tensorboard_tracker import TensorBoard
-from eyas.train.wandb_tracker import Wandb, WandbSettings
+from eyas.train.wandb_tracker import ID_NAME, Wandb, WandbSettings
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -165,6 +165,24 @@ def open_trackers(
         raise
     finally:
         tracker.close(exit_code=exit_code)
+
+
+def add_to_finished_run(
+    settings: TrackingSettings, *, trained_in: Path, work_dir: Path, path: Path, kind: str, say: Say
+) -> None:
+    """Keep a file or directory with the wandb run of a training that is over, if there is one; else do nothing.
+
+    Args:
+        trained_in: directory of the training, which holds the run's id. work_dir: where wandb may write.
+    """
+    if "wandb" not in settings.kinds or not (trained_in / ID_NAME).is_file():
+        return
+    write_json(work_dir / ID_NAME, read_json(trained_in / ID_NAME))
+    tracker = Guarded(
+        "wandb", partial(Wandb, work_dir, settings=_wandb(settings), config=settings.config, say=say), say=say
+    )
+    tracker.artifact(path, kind=kind)
+    tracker.close()
 
 
 def _trackers(settings: TrackingSettings, *, run_dir: Path, resumed_step: int, say: Say) -> Tracker:

@@ -83,11 +83,11 @@ class Wandb:
     def artifact(self, path: Path, *, kind: str) -> None:
         """Log a file or directory as the artifact `<kind>-<run id>`."""
         artifact = self._wandb.Artifact(f"{kind}-{self._run.id}", type=kind)
-        # Files of a finished stage do not change, so wandb need not copy them before it uploads them.
+        # wandb copies them (policy "mutable", its default): the stage's directory is renamed before an offline run is synced.
         if path.is_dir():
-            artifact.add_dir(str(path), policy="immutable")
+            artifact.add_dir(str(path))
         else:
-            artifact.add_file(str(path), policy="immutable")
+            artifact.add_file(str(path))
         self._run.log_artifact(artifact)
 
     def close(self, *, exit_code: int = 0) -> None:

@@ -73,7 +73,8 @@ def chunked_distillation(
         # Inside the function below autograd is off, whether or not it is on here.
         with_gradients=torch.is_grad_enabled() and any(step.weight != 0.0 for step in steps),
     )
-    return DistillationResult(*_ChunkedDistillation.apply(walk, readout_DH, *(step.hidden_RH for step in steps)))
+    with torch.autocast(device.type, enabled=False):
+        return DistillationResult(*_ChunkedDistillation.apply(walk, readout_DH, *(step.hidden_RH for step in steps)))
 
 
 def _chunk_positions(device: torch.device, *, num_steps: int, num_draft: int) -> int:
@@ -82,7 +83,7 @@ def _chunk_positions(device: torch.device, *, num_steps: int, num_draft: int) ->
 
 
 def _matmul_dtype(tensor: Tensor) -> torch.dtype:
-    """A custom function is outside autocast, so it takes autocast's dtype itself."""
+    """The type of products, by autocast. Below it is off: it would round sums of probabilities too."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
