@@ -96,10 +96,8 @@ class _ChainAttention(torch.autograd.Function):
 
 
 def _copies(num_heads: int, num_kv_heads: int) -> int:
-    """How often key heads are repeated: the backward pass is split over them, and few would leave threads idle."""
-    threads = torch.get_num_threads()
-    balanced = num_kv_heads % threads == 0 or num_kv_heads >= 4 * threads
-    return 1 if balanced else num_heads // num_kv_heads
+    """How often key heads are repeated: the backward pass is split over them, and too few would leave threads idle."""
+    return 1 if num_kv_heads >= torch.get_num_threads() else num_heads // num_kv_heads
 
 
 def _attend(query_SNE: Tensor, key_TME: Tensor, value_TME: Tensor, block: Block) -> tuple[Tensor, Tensor]:

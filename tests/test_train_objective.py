@@ -166,7 +166,7 @@ def test_what_the_features_do_not_hold_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"reads the last hidden state at every slot"):
         _pack(head, replace(document, last_TH=None))
     stored = replace(document, teacher=top_k_teacher(document.teacher.hidden_PH, readout_VH=_weights()[1], k=20))
-    with pytest.raises(ValueError, match=r"train\.feature_loss_weight .* features\.teacher=hidden"):
+    with pytest.raises(ValueError, match=r"train\.losses\.feature .* features\.teacher=hidden"):
         _objective(head, feature_weight=1.0)(_pack(head, stored), [1.0])
 
 

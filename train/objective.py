@@ -117,8 +117,8 @@ def last_states(teacher: Teacher) -> Tensor:
     """
     if not isinstance(teacher, HiddenTeacher):
         raise ValueError(
-            "train.feature_loss_weight needs the target's last states, and these features hold its likeliest tokens "
-            "only; set features.teacher=hidden and extract again, or set train.feature_loss_weight=0"
+            "train.losses.feature needs the target's last states, and these features hold its likeliest tokens "
+            "only; set features.teacher=hidden and extract again, or set train.losses.feature=0"
         )
     return teacher.hidden_PH
 

@@ -23,6 +23,8 @@ from eyas.train.parallel.start import Processes, training_engine
 from eyas.train.settings import LoopSettings
 from eyas.train.start import HeadPlan, start_head
 
+Precision = Literal["bf16", "fp32"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Optimization:
@@ -58,8 +60,7 @@ def make_ready(
     losses: Losses,
     optimization: Optimization,
     loop: LoopSettings,
-    precision: Literal["bf16", "fp32"],
-    evaluate_conversations: int,
+    precision: Precision,
     trust_remote_code: bool,
     say: Callable[[str], None],
 ) -> Ready:
@@ -77,7 +78,9 @@ def make_ready(
         processes, head, readout_DH=readout_DH, losses=losses, autocast=autocast, optimization=optimization
     )
     evaluation = Evaluation(
-        documents=opened.heldout_share(evaluate_conversations, rank=engine.rank, world_size=engine.world_size, say=say),
+        documents=opened.heldout_share(
+            loop.evaluate_conversations, rank=engine.rank, world_size=engine.world_size, say=say
+        ),
         embedding_VH=pieces.embedding_VH,
         target_readout_DH=None if readout_DH is None else readout_DH.to(engine.device),
         chain_length=loop.chain_length,

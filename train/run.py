@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -32,10 +32,10 @@ from eyas.train.parallel.engine import TrainingEngine
 from eyas.train.parallel.start import Processes, start_processes
 from eyas.train.peak import peak_flops
 from eyas.train.preemption import Preempted, StopRequest, clear_requeue, stop_on_signals
-from eyas.train.ready import Optimization, Ready, make_ready
+from eyas.train.ready import Optimization, Precision, Ready, make_ready
 from eyas.train.settings import LoopSettings
 from eyas.train.start import HeadPlan
-from eyas.train.tracking import TrackingSettings, open_trackers
+from eyas.train.tracking import Tracker, TrackingSettings, open_trackers
 
 HEAD_DIRECTORY = "head"
 
@@ -48,39 +48,28 @@ def run_training(
     losses: Losses,
     loop: LoopSettings,
     optimization: Optimization,
-    precision: Literal["bf16", "fp32"],
-    evaluate_conversations: int,
+    precision: Precision,
     threads: int | None,
     tracking: TrackingSettings,
     settings: dict[str, Any],
     facts: dict[str, Any],
-    trust_remote_code: bool,
     nominal_flops: Callable[[str], float | None],
+    trust_remote_code: bool,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Train a head and write the best one, by held-out tau, to `out_dir/head`.
+    """Train a head and write the best one, by held-out tau, to `out_dir/head`; what it returns is told in the manifest.
 
     Args:
         precision: of matrix products; weights and optimiser state are float32.
-        evaluate_conversations: held-out conversations of the evaluations while training; the final figure uses all.
         threads: CPU threads of each process.
         nominal_flops: the bf16 peak of a GPU by its name, None where it is not known.
         settings: what a checkpoint must agree with to be continued. facts: what it repeats for its reader.
-
-    Returns:
-        Steps, the best step, and what heldout.json holds.
 
     Raises:
         ValueError: features, target, head and launch do not fit together.
         Preempted: a signal asked to stop, and the run was saved.
     """
-    processes = start_processes(
-        threads=threads,
-        max_grad_norm=optimization.max_grad_norm,
-        max_grad_value=optimization.max_grad_value,
-        optimizer=optimization.kind,
-    )
-    require_averages_possible(processes, ema_decay=loop.ema_decay)
+    processes = _joined(threads=threads, optimization=optimization, loop=loop)
     accelerator = processes.accelerator
     say = say if accelerator.is_main_process else _silent
     with stop_on_signals() as stop, ExitStack() as stack:
@@ -104,46 +93,54 @@ def run_training(
             optimization=optimization,
             loop=loop,
             precision=precision,
-            evaluate_conversations=evaluate_conversations,
             trust_remote_code=trust_remote_code,
             say=say,
         )
-        engine = ready.engine
-        keeper = Keeper(
-            engine=engine,
-            evaluation=ready.evaluation,
-            checkpoints=Checkpoints(out_dir, settings=settings, keep=loop.keep_checkpoints, say=say),
-            ema=ready.ema,
-            run_dir=out_dir,
-            facts=facts | {"world_size": engine.world_size},
-            say=say,
-        )
-        window = _window(engine, precision=precision, nominal_flops=nominal_flops)
-        counts = _train(
-            out_dir,
-            ready=ready,
-            opened=opened,
-            keeper=keeper,
-            loop=loop,
-            tracking=tracking,
-            window=window,
-            stop=stop,
-            say=say,
-        )
-    engine.end()
-    if engine.is_main:
-        remove_cache(out_dir / CACHE_NAME)
-    return counts
+        window = _window(ready.engine, precision=precision, nominal_flops=nominal_flops)
+        keeper = _keeper(out_dir, ready=ready, loop=loop, settings=settings, facts=facts, say=say)
+        trackers = partial(open_trackers, tracking, run_dir=out_dir, main=accelerator.is_main_process, say=say)
+        return _train(out_dir, ready, opened, keeper, loop=loop, trackers=trackers, window=window, stop=stop, say=say)
+
+
+def _joined(*, threads: int | None, optimization: Optimization, loop: LoopSettings) -> Processes:
+    processes = start_processes(
+        threads=threads,
+        max_grad_norm=optimization.max_grad_norm,
+        max_grad_value=optimization.max_grad_value,
+        optimizer=optimization.kind,
+    )
+    require_averages_possible(processes, ema_decay=loop.ema_decay)
+    return processes
+
+
+def _keeper(
+    out_dir: Path,
+    *,
+    ready: Ready,
+    loop: LoopSettings,
+    settings: dict[str, Any],
+    facts: dict[str, Any],
+    say: Callable[[str], None],
+) -> Keeper:
+    return Keeper(
+        engine=ready.engine,
+        evaluation=ready.evaluation,
+        checkpoints=Checkpoints(out_dir, settings=settings, keep=loop.keep_checkpoints, say=say),
+        ema=ready.ema,
+        run_dir=out_dir,
+        facts=facts | {"world_size": ready.engine.world_size},
+        say=say,
+    )
 
 
 def _train(
     out_dir: Path,
-    *,
     ready: Ready,
     opened: OpenInputs,
     keeper: Keeper,
+    *,
     loop: LoopSettings,
-    tracking: TrackingSettings,
+    trackers: Callable[..., AbstractContextManager[Tracker]],
     window: Window,
     stop: StopRequest,
     say: Callable[[str], None],
@@ -152,8 +149,7 @@ def _train(
     engine, head = ready.engine, ready.head
     state = keeper.resume()
     clear_requeue(out_dir)
-    trackers = open_trackers(tracking, run_dir=out_dir, resumed_step=state.step, main=engine.is_main, say=say)
-    with _leaving_together(engine), trackers as tracker:
+    with _leaving_together(engine), trackers(resumed_step=state.step) as tracker:
         state = Trainer(
             engine=engine,
             order=opened.order,
@@ -179,6 +175,9 @@ def _train(
                 out_dir, state=state, heldout=opened.heldout, pieces=ready.pieces, target=ready.target, loop=loop
             )
             tracker.artifact(out_dir / HEAD_DIRECTORY, kind="head")
+    engine.end()
+    if engine.is_main:
+        remove_cache(out_dir / CACHE_NAME)
     return counts
 
 
@@ -214,7 +213,7 @@ def _say_order(order: RunOrder, *, world_size: int, say: Callable[[str], None]) 
         say(warning)
 
 
-def _window(engine: TrainingEngine, *, precision: str, nominal_flops: Callable[[str], float | None]) -> Window:
+def _window(engine: TrainingEngine, *, precision: Precision, nominal_flops: Callable[[str], float | None]) -> Window:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
     nominal = nominal_flops(name) if dtype == torch.bfloat16 else None

@@ -17,6 +17,7 @@ class LoopSettings:
         batch_tokens: tokens of one optimiser step, over all processes. pack_tokens: of one forward; None is a whole share.
         learning_rate: peak rate of AdamW; other rates follow it.
         ema_decay: evaluate and keep an average of the weights; None evaluates the weights themselves.
+        evaluate_conversations: held-out conversations of an evaluation while training; the final figure uses all.
         stop_after_evaluations: end when so many evaluations in a row brought no better tau; None never does.
         max_skipped_steps: steps that may be skipped since a loss or gradient is not finite.
         chain_length: drafted tokens k of the held-out tau.
@@ -36,6 +37,7 @@ class LoopSettings:
     noise: FeatureNoise
     ema_decay: float | None
     evaluate_every: int
+    evaluate_conversations: int
     stop_after_evaluations: int | None
     max_skipped_steps: int
     checkpoint_every: int

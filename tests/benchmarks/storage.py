@@ -27,9 +27,10 @@ from eyas.heads.files import write_json
 from eyas.heads.formats.read import read_head
 from eyas.heads.slots import teacher_positions
 from eyas.heads.target import load_target_pieces
+from eyas.recipes.hardware import nominal_flops
 from eyas.recipes.load import load_recipe
 from eyas.recipes.run import Run, available_cores, open_run
-from eyas.recipes.train_stages import captured_layers, head_plan, loop_settings, loss_terms
+from eyas.recipes.train_stages import captured_layers, head_plan, loop_settings, loss_terms, optimization
 from eyas.train.data.prepare import SPLITS
 from eyas.train.data.tokens import Tokens
 from eyas.train.features.documents import Document
@@ -42,6 +43,7 @@ from eyas.train.features.teacher import HiddenTeacher
 from eyas.train.heldout import heldout_statistics
 from eyas.train.inputs import Offline, TrainedInputs
 from eyas.train.run import run_training
+from eyas.train.tracking import TrackingSettings
 
 FORMS = {
     "bfloat16, last state everywhere": StoreForm(
@@ -149,13 +151,13 @@ def measure(run: Run, name: str, *, source: Path, out_dir: Path, seed: int) -> d
         plan=head_plan(recipe),
         losses=loss_terms(train),
         loop=loop_settings(train, seed=seed),
-        weight_decay=train.weight_decay,
-        betas=train.betas,
-        precision="no" if train.precision == "fp32" else train.precision,
-        evaluate_conversations=train.evaluate_conversations,
+        optimization=optimization(train),
+        precision=train.precision,
         threads=train.threads or available_cores(),
-        tracker="none",
-        run_name=recipe.name,
+        tracking=TrackingSettings(name=recipe.name, config={}),
+        settings={},
+        facts={},
+        nominal_flops=nominal_flops,
         trust_remote_code=recipe.target.trust_remote_code,
         say=print,
     )
