@@ -77,12 +77,12 @@ def speculative_config(head_dir: Path, *, method: str, num_speculative_tokens: i
     return {"method": method, "model": str(head_dir), "num_speculative_tokens": num_speculative_tokens}
 
 
-def end_with_parent() -> None:
-    """Ask Linux to end this process when its parent does, however the parent ends.
+def end_with_parent(signal_number: signal.Signals = signal.SIGTERM) -> None:
+    """Ask Linux to send this process a signal when its parent ends, however it ends.
 
     An engine left behind by a killed run would keep the cores busy and write into a directory that the next run owns.
     Elsewhere than on Linux the call does nothing.
     """
     if sys.platform == "linux":
         set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal_number)

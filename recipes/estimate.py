@@ -48,9 +48,10 @@ class HeadSize:
         return self.slots + self.rows + self.readout
 
 
-def checkpoint_bytes(parameters: int, *, kept: int) -> int:
-    """Disk of training: the checkpoints kept, the one being written (fp32 weight and two moments), and the head."""
-    return parameters * ((kept + 1) * 12 + 4)
+def checkpoint_bytes(parameters: int, *, kept: int, averages: bool) -> int:
+    """Disk of training: the checkpoints kept and the one being written (fp32 weight, two moments, perhaps an average),
+    each with the best head of its time, and the final head."""
+    return parameters * ((kept + 1) * (20 if averages else 16) + 4)
 
 
 def extraction_flops(tokens: Tokens, *, target: TargetSize, mean_length: float) -> float:

@@ -9,6 +9,7 @@ from eyas.heads.files import fingerprint_file, read_json
 from eyas.recipes.run import Run
 from eyas.recipes.schema import Recipe
 from eyas.recipes.stage import Stage, output_fingerprint, read_manifest
+from eyas.recipes.train_stages import HARMLESS
 
 
 def export_stage(run: Run) -> Stage:
@@ -58,7 +59,7 @@ def _target_name(run: Run) -> str:
 
 def _told_settings(recipe: Recipe) -> dict[str, Any]:
     """What a model card tells about the training, in the recipe's own names."""
-    silent = {"threads", "tracker", "log_every", "checkpoint_every"}
+    silent = HARMLESS
     sections = {"head": recipe.head, "init": recipe.init, "train": recipe.train}
     return {"seed": recipe.seed} | {
         f"{name}.{key}": value

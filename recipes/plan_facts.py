@@ -68,7 +68,8 @@ class PlanFacts:
 
     def checkpoint_bytes(self, head: HeadSize) -> int:
         """Disk that training fills with a head of that size."""
-        return estimate.checkpoint_bytes(head.total, kept=self.run.recipe.train.keep_checkpoints)
+        train = self.run.recipe.train
+        return estimate.checkpoint_bytes(head.total, kept=train.keep_checkpoints, averages=train.ema_decay is not None)
 
     def _features_stand(self) -> bool:
         directory = self.run.directory("extract")

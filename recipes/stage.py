@@ -174,6 +174,11 @@ def free_bytes(path: Path) -> tuple[Path, int]:
     return existing, shutil.disk_usage(existing).free
 
 
+def directory_bytes(directory: Path) -> int:
+    """Bytes of all files below a directory."""
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
 def require_free_bytes(path: Path, *, needed: int, what: str) -> None:
     """Refuse to begin what would fill the disk that `path` is, or will be, on.
 

@@ -17,7 +17,7 @@ from eyas.recipes.run import Run, available_cores
 from eyas.recipes.schema import Recipe
 from eyas.recipes.schema_train import Train
 from eyas.recipes.score_stage import head_fingerprint
-from eyas.recipes.stage import Stage, output_fingerprint, require_free_bytes, without
+from eyas.recipes.stage import Stage, directory_bytes, output_fingerprint, require_free_bytes, without
 from eyas.recipes.tracked import tracking_settings
 
 if TYPE_CHECKING:
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from eyas.train.start import HeadPlan
 
 NO_LAYERS: tuple[int, ...] = ()
+
+HARMLESS = frozenset(
+    {"checkpoint_every", "keep_checkpoints", "log_every", "threads", "pack_tokens", "max_skipped_steps"}
+)
+"""Settings of training that change no result. A pack's size changes sums by rounding only, as the number of processes does."""
 
 
 def captured_layers(run: Run) -> tuple[int, ...] | None:
@@ -75,8 +80,12 @@ def train_stage(run: Run) -> Stage:
     def body(out_dir: Path) -> dict[str, Any]:
         from eyas.train.run import run_training
 
-        needed = checkpoint_bytes(head_sizes(run)[0].total, kept=train.keep_checkpoints)
-        require_free_bytes(out_dir, needed=needed, what="training (checkpoints and the head)")
+        parameters = head_sizes(run)[0].total
+        needed = checkpoint_bytes(parameters, kept=train.keep_checkpoints, averages=train.ema_decay is not None)
+        # What a run that continues has written already is a part of it.
+        require_free_bytes(
+            out_dir, needed=needed - directory_bytes(out_dir), what="training (checkpoints and the head)"
+        )
         return run_training(
             out_dir,
             inputs=trained_inputs(run),
@@ -94,12 +103,10 @@ def train_stage(run: Run) -> Stage:
             say=lambda line: typer.echo(f"train: {line}"),
         )
 
-    # A pack's size changes sums by rounding only, as the number of processes does.
-    harmless = {"checkpoint_every", "keep_checkpoints", "log_every", "threads", "pack_tokens", "max_skipped_steps"}
     settings: dict[str, Any] = {
         "head": head.model_dump(mode="json"),
         "init": without(recipe.init.model_dump(mode="json"), {"head"}),
-        "train": without(train.model_dump(mode="json"), harmless),
+        "train": without(train.model_dump(mode="json"), HARMLESS),
         "seed": recipe.seed,
         "trust_remote_code": recipe.target.trust_remote_code,
     }

@@ -70,12 +70,14 @@ def test_running_out_of_memory_is_explained_with_numbers() -> None:
     with pytest.raises(RuntimeError) as real:
         torch.empty(2**60, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"train\.pack_tokens") as caught:
-        explain_out_of_memory(real.value, tokens=4096, rows=[900, 850], draft_vocab_size=32000)
+        explain_out_of_memory(real.value, tokens=4096, rows=[900, 850], draft_vocab_size=32000, documents=3)
     message = str(caught.value)
     assert "4096 tokens with 900 + 850 trained rows in 2 TTT steps, a draft vocabulary of 32000" in message
     assert f"{2**60} bytes more were asked for" in message
     assert caught.value.__cause__ is real.value
     gpu = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
     with pytest.raises(ValueError, match=r"2\.50 GiB more were asked for"):
-        explain_out_of_memory(gpu, tokens=1, rows=[1])
-    explain_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), tokens=1, rows=[1])
+        explain_out_of_memory(gpu, tokens=1, rows=[1], draft_vocab_size=8, documents=1)
+    explain_out_of_memory(
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"), tokens=1, rows=[1], draft_vocab_size=8, documents=1
+    )

@@ -185,8 +185,6 @@ def test_rates_have_their_closed_values() -> None:
     wsd = rates("wsd", decay_share=0.25, final_share=0.2)
     assert wsd[10:76] == [1.0] * 66
     assert wsd[75:] == pytest.approx([1 - 0.8 * i / 25 for i in range(26)])
-    root = rates("wsd", decay_share=0.25, final_share=0.0, decay="sqrt")
-    assert root[75:] == pytest.approx([1 - math.sqrt(i / 25) for i in range(26)])
 
 
 @given(

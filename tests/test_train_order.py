@@ -252,8 +252,8 @@ def test_packs_of_a_step_are_balanced_on_realistic_conversations() -> None:
 def test_too_small_batches_are_told() -> None:
     lengths = [50] * 60
     order = RunOrder(lengths, _rows(lengths, every=99), settings=_settings(batch_tokens=100))
-    assert order.warning(world_size=2) is None
-    line = order.warning(world_size=8)
+    assert order.warning(order.statistics(world_size=2), world_size=2) is None
+    line = order.warning(order.statistics(world_size=8), world_size=8)
     assert line is not None and "2.0 conversations on average for 8 processes" in line and "75%" in line
     found = order.statistics(world_size=8)
     assert found.filler_share == pytest.approx(0.75, abs=0.01)

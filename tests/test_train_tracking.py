@@ -41,9 +41,7 @@ SETTINGS = TrackingSettings(
     config={"recipe": {"train": {"epochs": 3}}, "git": {"commit": "abc", "dirty": False}},
 )
 TENSORBOARD = replace(SETTINGS, kinds=("tensorboard",))
-MISSING = re.compile(
-    r"warning: (wandb|tensorboard): .* is not installed \(pip install 'eyas\[\1\]'\); training goes on"
-)
+MISSING = re.compile(r"warning: (wandb|tensorboard): .* is not installed \(pip install 'eyas\[\1\]'\); going on")
 
 
 @pytest.fixture(autouse=True)
@@ -294,7 +292,7 @@ def test_a_tracker_that_fails_leaves_the_others_alone(tmp_path: Path, monkeypatc
 
     said = use(tmp_path, action, settings=replace(SETTINGS, kinds=("tensorboard", "wandb")))
     assert [line for line in said if line.startswith("warning")] == [
-        f"warning: tensorboard: No space left on device; training goes on without it, {METRICS_NAME} has every curve"
+        f"warning: tensorboard: No space left on device; going on without it, {METRICS_NAME} of the training has every curve"
     ]
     (run,) = offline_runs(tmp_path)
     assert [row["history"]["item"]["_step"] for row in inspected(run) if row["type"] == "history"] == [1, 2, 3, 4]

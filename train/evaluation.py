@@ -22,7 +22,7 @@ class Evaluation:
     Attributes:
         documents: this process's share of the held-out conversations.
         embedding_VH: the target's embedding, on the CPU. target_readout_DH: its readout rows of the draft vocabulary, on
-            the device; None where the head has a readout of its own.
+            the device, for heads without a readout of their own.
         chain_length: drafted tokens k.
     """
 

@@ -9,6 +9,7 @@ import torch
 
 from eyas.heads.config import HeadConfig
 from eyas.heads.flops import training_flops
+from eyas.train.features.teacher import HiddenTeacher
 from eyas.train.pack import TrainingPack
 
 
@@ -20,7 +21,7 @@ def pack_flops(pack: TrainingPack, num_steps: int, *, config: HeadConfig, train_
         num_slots=sum(pack.lengths),
         rows_K=[slots_S.shape[0] for slots_S in slots],
         attended_K=attended_keys(pack, num_steps, window=config.window),
-        num_teacher_rows=len(pack.teacher),
+        num_teacher_rows=len(pack.teacher) if isinstance(pack.teacher, HiddenTeacher) else 0,
         train_readout=train_readout,
     )
 

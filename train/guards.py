@@ -52,7 +52,8 @@ class NonFiniteGuard:
         if state.skipped > self._limit:
             raise ValueError(
                 f"{what}, and train.max_skipped_steps={self._limit} steps were skipped before it; look for broken features of "
-                "these conversations, lower train.learning_rate, or set train.precision=fp32"
+                "these conversations and raise train.max_skipped_steps to go on, or train anew (another run_dir) with a lower "
+                "train.learning_rate or train.precision=fp32"
             )
         self._say(f"{what}; skipped, {state.skipped} of at most {self._limit}")
         return False
@@ -120,22 +121,24 @@ def shown_documents(documents: Sequence[int]) -> str:
 
 
 def explain_out_of_memory(
-    error: BaseException, *, tokens: int, rows: Sequence[int], draft_vocab_size: int | None = None
+    error: BaseException, *, tokens: int, rows: Sequence[int], draft_vocab_size: int, documents: int
 ) -> None:
     """Turn an allocation failure into a sentence with the numbers; return when `error` is something else.
 
     Args:
-        tokens: of the pack. rows: trained rows at each TTT step. draft_vocab_size: of the head, if it is known.
+        tokens: of the pack. rows: trained rows at each TTT step. draft_vocab_size: of the head. documents: of the pack.
 
     Raises:
         ValueError: memory ran out; says how large the pack was and what to lower.
     """
     if not is_out_of_memory(error):
         return
-    vocabulary = "" if draft_vocab_size is None else f", a draft vocabulary of {draft_vocab_size}"
+    smaller = (
+        "train.pack_tokens, which changes no result" if documents > 1 else "data.max_length: it is one conversation"
+    )
     raise ValueError(
-        f"a pack of {tokens} tokens with {' + '.join(map(str, rows)) or 0} trained rows in {len(rows)} TTT steps{vocabulary} "
-        f"does not fit memory ({_memory(error)}); lower train.pack_tokens, which changes no result, or train.ttt_steps or "
+        f"a pack of {tokens} tokens with {' + '.join(map(str, rows)) or 0} trained rows in {len(rows)} TTT steps, a draft "
+        f"vocabulary of {draft_vocab_size}, does not fit memory ({_memory(error)}); lower {smaller}, or train.ttt_steps or "
         "head.draft_vocab_size"
     ) from error
 

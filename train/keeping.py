@@ -6,6 +6,7 @@ share the weights, can change between two starts of a run.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ class Keeper:
 
     Attributes:
         ema: averages of the weights, which are evaluated and kept instead of the weights where there are any.
-        facts: values that every checkpoint repeats for its reader, such as versions and the tracker's run id.
+        facts: values that every checkpoint repeats for its reader, such as versions and the recipe.
         say: takes a line that the user should read.
     """
 
@@ -79,11 +80,14 @@ class Keeper:
                 state.best_step, state.best_tau, state.since_best = state.step, statistics.tau, 0
                 if self.engine.is_main:
                     directory = head_directory(self.run_dir, state.step)
+                    shutil.rmtree(directory, ignore_errors=True)  # what a kill in the middle of this left there
                     write_head(directory, head, dtype=torch.float32, to=working_layout(head.config))
         return statistics
 
     def save(self, state: TrainingState) -> None:
         """Hand a checkpoint of this step to the writer; training goes on while it is written."""
+        if self.engine.is_main:
+            self.checkpoints.wait()  # before there are copies of the next one
         weights, optimizer = self.engine.weights(), self.engine.optimizer_state()
         averages = None
         if self.ema.active:

@@ -8,7 +8,7 @@ keeping.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,9 +79,11 @@ class Trainer:
         ranks = {"rank": self.engine.rank, "world_size": self.engine.world_size}
         self.documents.start(self.order.all_packs(**ranks), first=self.order.packs_before(self.state.step, **ranks))
         self.engine.barrier()  # what one process had to mend in a shared cache is there for all
-        with self._progress() as progress, closing(self._prepared()) as prepared:
+        with self._progress() as progress, self._prepared() as prepared:
             packs = iter(prepared)
-            ended = self.state.step == self.total
+            # A run that stopped for want of progress, and was killed before its end, has ended as well.
+            ended = self.state.step == self.total or self.early_stop.stalled(self.state)
+            self.window.begin()
             while not ended:
                 self._step(packs)
                 progress.update()
@@ -104,24 +106,36 @@ class Trainer:
         self.engine.set_learning_rate(rate)
         for place, planned in enumerate(mine):
             last = place == len(mine) - 1
-            pack = next(packs).to(self.engine.device, non_blocking=True)
-            with self._explained(pack, num_steps=num_steps), self.engine.accumulate(last=last):
+            pack = next(packs)
+            rows = [slots_S.shape[0] for slots_S in pack.slots[:num_steps]]
+            explained = self._explained(tokens=pack.num_tokens, rows=rows, documents=len(pack.lengths))
+            with explained, self.engine.accumulate(last=last):
+                pack = pack.to(self.engine.device, non_blocking=True)
                 loss, sums = self.engine.model(pack, weights if planned.counted else [0.0] * num_steps)
                 self.engine.backward(loss, last=last)
             if planned.counted:
                 self.window.add_pack(loss.detach(), sums, flops=self.pack_flops(pack, num_steps))
-        norm = self.engine.clip()
-        finite = self.nonfinite.accepts(norm, step=step, documents=self.order.documents(step), state=self.state)
-        if finite:
-            self.engine.step()
-            self.ema.update()
-        else:
-            self.engine.drop()
+        norm, finite = self._update(rows_K)
         tokens = self.order.tokens(step)
         self.window.add_step(rows_K=rows_K, tokens=tokens, grad_norm=norm, learning_rate=rate, skipped=not finite)
         self.state.step += 1
         self.state.tokens += tokens
         self.state.slots += sum(rows_K)
+
+    def _update(self, rows_K: list[int]) -> tuple[float, bool]:
+        """Take the step that gradients were made for, or leave it out; their norm, and whether it was taken."""
+        step = self.state.step
+        documents = self.order.documents(step)
+        # The first step makes the optimiser's state.
+        with self._explained(tokens=self.order.tokens(step), rows=rows_K, documents=len(documents)):
+            norm = self.engine.clip()
+            finite = self.nonfinite.accepts(norm, step=step, documents=documents, state=self.state)
+            if finite:
+                self.engine.step()
+                self.ema.update()
+            else:
+                self.engine.drop()
+        return norm, finite
 
     def _row_weights(self, rows_K: list[int]) -> list[float]:
         """What a row of each TTT step counts: its step's share, divided by the rows of that step in the global batch.
@@ -153,18 +167,21 @@ class Trainer:
         """Write the window's metrics and begin a new one; what the progress bar shows."""
         epoch = self.order.epoch(self.state.step)
         record = self.window.record(self.engine.sum, state=self.state, epoch=epoch, spikes=self.num_spikes)
-        spike = self.spikes.look(
-            record["loss"], step=self.state.step, documents=self.order.documents(self.state.step - 1)
-        )
-        if spike is not None:
-            self.num_spikes += 1
-            self.say(spike)
+        self._look_for_spikes(self.window.losses)
         self.tracker.log(record)
         return {
             "loss": f"{record['loss']:.3f}",
             "tau_product": f"{record.get('tau_product', 1.0):.3f}",
             "tau": f"{self.state.best_tau:.3f}",
         }
+
+    def _look_for_spikes(self, losses: list[float]) -> None:
+        """Say which of the newest steps had a loss far above those before it."""
+        for step, loss in enumerate(losses, start=self.state.step - len(losses)):
+            spike = self.spikes.look(loss, step=step + 1, documents=self.order.documents(step))
+            if spike is not None:
+                self.num_spikes += 1
+                self.say(spike)
 
     def _evaluate(self) -> None:
         with self.window.paused():
@@ -210,16 +227,13 @@ class Trainer:
         return pack.pin() if self.engine.device.type == "cuda" else pack
 
     @contextmanager
-    def _explained(self, pack: TrainingPack, *, num_steps: int) -> Iterator[None]:
-        """Turn running out of memory into a sentence with the numbers of the pack."""
+    def _explained(self, *, tokens: int, rows: list[int], documents: int) -> Iterator[None]:
+        """Turn running out of memory into a sentence with the numbers of what was computed."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:
             explain_out_of_memory(
-                error,
-                tokens=pack.num_tokens,
-                rows=[slots_S.shape[0] for slots_S in pack.slots[:num_steps]],
-                draft_vocab_size=self.draft_vocab_size,
+                error, tokens=tokens, rows=rows, draft_vocab_size=self.draft_vocab_size, documents=documents
             )
             raise
 

@@ -7,6 +7,7 @@ Shapes: K training-time-test steps.
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
@@ -58,6 +59,8 @@ class Window:
 
     def __init__(self, *, device: torch.device, rank: int = 0, world_size: int = 1, peak: Peak | None = None) -> None:
         self.device, self.rank, self.world_size, self.peak = device, rank, world_size, peak
+        self.losses: list[float] = []
+        """Of each step of the window that was recorded last; NaN where it was skipped."""
         self._begin()
 
     def add_pack(self, loss: Tensor, sums_K: Mapping[str, Tensor], *, flops: float) -> None:
@@ -108,7 +111,9 @@ class Window:
         """
         assert self._steps, "a record of no step"
         counted = [step for step in self._steps if not step.skipped]
-        loss, flops, memory, sums_K = self._totals(counted, add_up=add_up)
+        losses, flops, memory, sums_K = self._totals(counted, add_up=add_up)
+        self.losses = [float("nan") if step.skipped else losses.pop(0) / self.world_size for step in self._steps]
+        loss = sum(value for value in self.losses if not math.isnan(value))
         seconds = max(time.perf_counter() - self._started - self._idle, 1e-9)
         record: dict[str, float] = {
             "step": state.step,
@@ -116,7 +121,7 @@ class Window:
             "epoch": round(epoch, 4),
             "learning_rate": self._steps[-1].learning_rate,
             "grad_norm": _mean([step.grad_norm for step in counted]),
-            "loss": loss / (self.world_size * len(counted)) if counted else float("nan"),
+            "loss": loss / len(counted) if counted else float("nan"),
             **_row_means(sums_K, rows_K=_rows(counted)),
             "tokens": state.tokens,
             "slots": state.slots,
@@ -134,8 +139,8 @@ class Window:
 
     def _totals(
         self, counted: list[StepMetrics], *, add_up: Callable[[Tensor], Tensor]
-    ) -> tuple[float, float, int, dict[str, list[float]]]:
-        """Loss, operations, memory and row sums over all processes: one vector, one exchange.
+    ) -> tuple[list[float], float, int, dict[str, list[float]]]:
+        """Loss of each step, operations, memory and row sums over all processes: one vector, one exchange.
 
         Its layout is the same everywhere: a process may have trained on nothing and have no sums.
         """
@@ -143,21 +148,26 @@ class Window:
         # MPS has no float64, which alone counts operations to the last one.
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
         sums = torch.zeros(len(SUM_NAMES), width, dtype=dtype, device=self.device)
-        loss = torch.zeros((), dtype=dtype, device=self.device)
-        for step in counted:
+        losses = torch.zeros(len(counted), dtype=dtype, device=self.device)
+        for number, step in enumerate(counted):
             if step.loss is not None:
-                loss += step.loss
+                losses[number] = step.loss
             for place, name in enumerate(SUM_NAMES):
                 if name in step.sums_K:
                     sums[place, : len(step.rows_K)] += step.sums_K[name]
         memory = [0.0] * self.world_size
         memory[self.rank] = float(peak_memory(self.device))
         numbers = [sum(step.flops for step in self._steps), *memory]
-        vector = torch.cat([loss[None], torch.tensor(numbers, dtype=dtype, device=self.device), sums.flatten()])
-        total, flops, *rest = add_up(vector).tolist()
+        vector = torch.cat([losses, torch.tensor(numbers, dtype=dtype, device=self.device), sums.flatten()])
+        values = add_up(vector).tolist()
+        totals, (flops, *rest) = values[: len(counted)], values[len(counted) :]
         memory, flat = rest[: self.world_size], rest[self.world_size :]
         sums_K = {name: flat[place * width :][:width] for place, name in enumerate(SUM_NAMES)}
-        return total, flops, int(max(memory)), sums_K
+        return totals, flops, int(max(memory)), sums_K
+
+    def begin(self) -> None:
+        """Forget what came before the first step: throughput is counted from here."""
+        self._begin()
 
     def _begin(self) -> None:
         self._steps: list[StepMetrics] = []

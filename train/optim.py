@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from eyas.train.muon import MuonAdamW
 
 Schedule = Literal["cosine", "linear", "constant", "wsd"]
-Decay = Literal["linear", "sqrt"]
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 """Where torch has a fused AdamW, in every floating-point type."""
@@ -92,12 +91,11 @@ def learning_rate_at(
     schedule: Schedule,
     decay_share: float = 0.2,
     final_share: float = 0.05,
-    decay: Decay = "linear",
 ) -> float:
     """Rate of optimiser step `step` (0-based): up linearly to `peak`, then along the schedule to `final_share` of it.
 
     cosine and linear fall from the end of warm-up on. constant never falls. wsd stays at `peak` and falls over the last
-    `decay_share` of all steps: linearly, or by `decay="sqrt"` as 1 - sqrt (Hägele et al. 2024, arXiv 2405.18392).
+    `decay_share` of all steps, linearly (Hägele et al. 2024, arXiv 2405.18392).
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
@@ -109,8 +107,6 @@ def learning_rate_at(
     progress = min(1.0, max(0, step - start) / max(1, total_steps - start))
     if schedule == "cosine":
         left = 0.5 * (1.0 + math.cos(math.pi * progress))
-    elif schedule == "wsd" and decay == "sqrt":
-        left = 1.0 - math.sqrt(progress)
     else:
         left = 1.0 - progress
     return peak * (final_share + (1.0 - final_share) * left)
@@ -119,4 +115,4 @@ def learning_rate_at(
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Give every parameter group `rate` times its "rate_scale"."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group["rate_scale"]
+        group["lr"] = rate * group.get("rate_scale", 1.0)

@@ -185,9 +185,8 @@ class RunOrder:
             idle_share=1 - mean / most,
         )
 
-    def warning(self, *, world_size: int) -> str | None:
-        """A line for the user when global batches are too small for the processes, else None."""
-        found = self.statistics(world_size=world_size)
+    def warning(self, found: OrderStatistics, *, world_size: int) -> str | None:
+        """A line for the user when global batches are too small for the processes, by their statistics, else None."""
         if found.idle_share < IDLE_WORTH_SAYING:
             return None
         return (

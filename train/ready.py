@@ -74,7 +74,7 @@ def make_ready(
     head = _head(plan, inputs=inputs, opened=opened, pieces=pieces, target=target, seed=loop.seed, say=say)
     autocast = torch.bfloat16 if precision == "bf16" else None
     readout_DH = teacher_readout(head, pieces=pieces, opened=opened, dtype=autocast or torch.float32)
-    engine = _engine(
+    engine, objective = _engine(
         processes, head, readout_DH=readout_DH, losses=losses, autocast=autocast, optimization=optimization
     )
     evaluation = Evaluation(
@@ -82,7 +82,7 @@ def make_ready(
             loop.evaluate_conversations, rank=engine.rank, world_size=engine.world_size, say=say
         ),
         embedding_VH=pieces.embedding_VH,
-        target_readout_DH=None if readout_DH is None else readout_DH.to(engine.device),
+        target_readout_DH=objective.target_readout_DH,
         chain_length=loop.chain_length,
         autocast=autocast,
     )
@@ -128,8 +128,8 @@ def _engine(
     losses: Losses,
     autocast: torch.dtype | None,
     optimization: Optimization,
-) -> TrainingEngine:
-    """Head, loss and optimiser, spread over the processes as the launcher asked."""
+) -> tuple[TrainingEngine, HeadObjective]:
+    """Head, loss and optimiser, spread over the processes as the launcher asked, and the bare objective."""
     objective = HeadObjective(head, target_readout_DH=readout_DH, losses=losses, autocast=autocast)
     optimizer = make_optimizer(
         head,
@@ -139,13 +139,14 @@ def _engine(
         betas=optimization.betas,
         weight_decay=optimization.weight_decay,
     )
-    return training_engine(
+    engine = training_engine(
         processes,
         objective,
         optimizer,
         max_grad_norm=optimization.max_grad_norm,
         max_grad_value=optimization.max_grad_value,
     )
+    return engine, objective
 
 
 def teacher_readout(head: DraftHead, *, pieces: TargetPieces, opened: OpenInputs, dtype: torch.dtype) -> Tensor | None:

@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 
 from eyas.heads.files import write_json
 from eyas.heads.formats.read import read_head
 from eyas.heads.head import DraftHead
-from eyas.heads.target import TargetPieces
 from eyas.heads.vocab import coverage
 from eyas.train.checkpoint import Checkpoints, TrainingState, head_directory
 from eyas.train.features.cache import CACHE_NAME, remove_cache
-from eyas.train.features.documents import Documents
 from eyas.train.flops import pack_flops
-from eyas.train.heldout import heldout_statistics
+from eyas.train.heldout import heldout_hits, statistics_of
 from eyas.train.inputs import OpenInputs, TrainedInputs, in_order, open_inputs
 from eyas.train.keeping import Keeper
 from eyas.train.loop import Trainer
@@ -170,11 +167,8 @@ def _train(
             state=state,
         ).train()
         counts: dict[str, Any] = {"steps": state.step, "best_step": state.best_step, "skipped_steps": state.skipped}
-        if engine.is_main:
-            counts |= _finish(
-                out_dir, state=state, heldout=opened.heldout, pieces=ready.pieces, target=ready.target, loop=loop
-            )
-            tracker.artifact(out_dir / HEAD_DIRECTORY, kind="head")
+        counts |= _finish(out_dir, state=state, opened=opened, ready=ready, loop=loop)
+        tracker.artifact(out_dir / HEAD_DIRECTORY, kind="head")
     engine.end()
     if engine.is_main:
         remove_cache(out_dir / CACHE_NAME)
@@ -208,7 +202,7 @@ def _say_order(order: RunOrder, *, world_size: int, say: Callable[[str], None]) 
     found = order.statistics(world_size=world_size)
     line = f"{len(order)} steps of {found.documents_per_step:.1f} conversations on average, {found.fill:.1%} full"
     say(line if order.untrained == 0 else f"{line}; {order.untrained} conversations have nothing to train on")
-    warning = order.warning(world_size=world_size)
+    warning = order.warning(found, world_size=world_size)
     if warning is not None:
         say(warning)
 
@@ -227,30 +221,30 @@ def _trains_readout(head: DraftHead) -> bool:
 
 
 def _finish(
-    out_dir: Path,
-    *,
-    state: TrainingState,
-    heldout: Documents,
-    pieces: TargetPieces,
-    target: Any,
-    loop: LoopSettings,
+    out_dir: Path, *, state: TrainingState, opened: OpenInputs, ready: Ready, loop: LoopSettings
 ) -> dict[str, Any]:
-    """Keep the best head as `head/` and measure it in float32 on every held-out conversation."""
+    """Keep the best head as `head/` and measure it in float32 on every held-out conversation, each process on a share."""
+    engine, pieces = ready.engine, ready.pieces
     final = out_dir / HEAD_DIRECTORY
-    shutil.rmtree(final, ignore_errors=True)
-    shutil.copytree(head_directory(out_dir, state.best_step), final)
-    device = PartialState().device or torch.device("cpu")
-    head = read_head(final, target_config=target).to(device)
-    readout_DH = pieces.readout_rows(head.draft_to_target_D, device=device, dtype=torch.float32)
-    statistics = heldout_statistics(
+    if engine.is_main:
+        shutil.rmtree(final, ignore_errors=True)
+        shutil.copytree(head_directory(out_dir, state.best_step), final)
+    engine.barrier()
+    head = read_head(final, target_config=ready.target).to(engine.device)
+    readout_DH = None
+    if head.config.kind == "eagle":
+        readout_DH = pieces.readout_rows(head.draft_to_target_D, device=engine.device, dtype=torch.float32)
+    heldout = opened.heldout
+    hits_K = heldout_hits(
         head,
-        in_order(heldout),
+        in_order(heldout, range(engine.rank, len(heldout), engine.world_size)),
         embedding_VH=pieces.embedding_VH,
         target_readout_DH=readout_DH,
         num_tokens=loop.chain_length,
-        device=device,
+        device=engine.device,
         autocast=None,
     )
+    statistics = statistics_of(engine.sum(hits_K))
     answers_V = heldout.answer_token_counts(vocab_size=head.config.vocab_size)
     result = {
         "draft_vocab_size": head.config.draft_vocab_size,
@@ -262,7 +256,8 @@ def _finish(
         "chain_length": loop.chain_length,
         "estimator": "step-weighted, prefix-joint, greedy",
     }
-    write_json(out_dir / "heldout.json", result)
+    if engine.is_main:
+        write_json(out_dir / "heldout.json", result)
     return result
 
 

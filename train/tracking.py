@@ -103,7 +103,9 @@ class Guarded:
         except Exception as error:
             self._inner = NoTracker()
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            self._say(f"warning: {self._name}: {lines[0]}; training goes on without it, {METRICS_NAME} has every curve")
+            self._say(
+                f"warning: {self._name}: {lines[0]}; going on without it, {METRICS_NAME} of the training has every curve"
+            )
 
 
 class All:

@@ -172,7 +172,10 @@ def _settings(message: dict[str, Any]) -> TargetSettings:
 
 def main(handle: int) -> None:
     """The target's side: windows in, batches out, until the trainer closes the socket."""
-    end_with_parent()
+    # A scheduler signals every process of a job; the trainer decides when to stop, and closes the socket then.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent(signal.SIGKILL)
     connection = Connection(handle)
     outgoing: queue.Queue[list[Message] | None] = queue.Queue(maxsize=1)
     sender = threading.Thread(target=_write, args=(connection, outgoing), daemon=True)

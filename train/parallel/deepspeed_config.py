@@ -42,6 +42,7 @@ def _fill_batch(config: dict[str, Any]) -> None:
         if config.get(key, "auto") not in ("auto", 1):
             raise _conflict(key, 'the recipe\'s train.batch_tokens and train.pack_tokens decide: set it to "auto"')
     config |= dict.fromkeys(_ONE, 1)
+    config.setdefault("steps_per_print", None)  # the run has its own log
     config.pop("train_batch_size", None)  # the two and the number of processes give it
 
 

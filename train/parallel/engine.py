@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from eyas.heads.head import DraftHead
+from eyas.train.optim import set_learning_rate
 
 
 class TrainingEngine(Protocol):
@@ -114,8 +115,7 @@ class Group:
 
     def set_learning_rate(self, rate: float) -> None:
         """Give every parameter group `rate` times its "rate_scale"."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group.get("rate_scale", 1.0)
+        set_learning_rate(self.optimizer, rate)
 
     def kept(self, tensor: Tensor) -> Tensor | None:
         """A copy on the CPU on the main process, None elsewhere."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -48,6 +49,10 @@ class PlainEngine(Group):
         """Clip each entry when asked to, then the global norm; the norm between the two."""
         parameters = list(self.trainable().values())
         if self.max_grad_value is not None:
+            # Clamping would make an infinite entry a finite one.
+            norm = float(get_total_norm([p.grad for p in parameters if p.grad is not None]))
+            if not math.isfinite(norm):
+                return norm
             clip_grad_value_(parameters, self.max_grad_value)
         if self.max_grad_norm is not None:
             return float(self._whole(clip_grad_norm_(parameters, self.max_grad_norm)))

@@ -83,6 +83,7 @@ def start_processes(
             "set mixed_precision: 'no' (--mixed_precision no)"
         )
     join_processes()
+    _check_unused()
     accelerator = Accelerator(
         mixed_precision="no",
         # The buffers are frozen weights of the target, equal everywhere: sending them at each step would cost gigabytes.
@@ -134,6 +135,17 @@ def training_engine(
         max_grad_norm=max_grad_norm,
         max_grad_value=max_grad_value,
     )
+
+
+def _check_unused() -> None:
+    """Settings of accelerate that would do nothing, or change how gradients are added up."""
+    if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") not in ("1", "auto"):
+        raise ValueError(
+            "accelerate's gradient_accumulation_steps is set; a step is train.batch_tokens whatever the number of processes, "
+            "in packs of train.pack_tokens: remove it"
+        )
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
+        raise ValueError("accelerate's dynamo_backend is set; the head is not compiled: set dynamo_backend: 'no'")
 
 
 def _check_taken(what: str, *, asked: bool, taken: bool) -> None:
