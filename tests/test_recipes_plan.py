@@ -79,11 +79,11 @@ def test_sizes_of_a_dense_and_a_sparse_target(tmp_path: Path) -> None:
 
 
 def test_the_plan_of_an_8b_target_from_its_config(overrides: list[str], tmp_path: Path) -> None:
-    code, stdout, stderr = eyas("plan", QUICKSTART, *overrides, "--tokens", "1000000", "--answer-share", "0.5")
+    code, stdout, stderr = eyas("plan", QUICKSTART, *overrides, "--tokens", "200000", "--answer-share", "0.5")
     assert code == 0, stderr
     assert "8.03 billion parameters" in stdout
-    assert "1,000,000 in 488 conversations, as told" in stdout
-    assert "500,000 tokens, 50 % of all" in stdout
+    assert "200,000 in 98 conversations, as told" in stdout
+    assert "100,000 tokens, 50 % of all" in stdout
     # 3 * 4096 * 2 of captured states, 4096 * 2 of the teacher at half of the tokens, id and mask.
     assert "28,677 bytes a token" in stdout
     # fp8: 3 * 4096 and 3 scales; half of 4096 and a scale, or of 64 ids and float16 log-probabilities and a tail.

@@ -215,7 +215,7 @@ def test_wandb_that_dies_in_the_middle_is_one_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     started, warned, count = done.stdout.splitlines()
     assert started.startswith("wandb: run ")
-    assert warned.startswith("warning: wandb: ") and warned.endswith(f"{METRICS_NAME} has every curve")
+    assert warned.startswith("warning: wandb: ") and warned.endswith(f"{METRICS_NAME} of the training has every curve")
     assert count == "7"
 
 
