@@ -84,11 +84,25 @@ def check_lossless(
     }
 
 
+def accepted_within_answer(request: RequestRecord) -> list[int]:
+    """Accepted tokens of each draft step as far as they are in the answer.
+
+    The engine counts what it verified, which at the end may lie behind a stop token or the length limit: tokens that
+    nobody received, and that no offline walk over the answer knows of.
+    """
+    counts: list[int] = []
+    given = 1  # the first token comes from reading the prompt
+    for accepted in request.per_step_accepted or []:
+        counts.append(max(0, min(accepted, request.n_out - given)))
+        given += accepted + 1
+    return counts
+
+
 def check_parity(
     drafted: Sequence[RequestRecord], *, prompts: dict[str, list[int]], draft_length: int, predict: Predict
 ) -> dict[str, Any]:
     """Compare the acceptance that `predict` computes offline with what the engine served on the same answers."""
-    served = [request.per_step_accepted or [] for request in drafted]
+    served = [accepted_within_answer(request) for request in drafted]
     offline = [
         predict([*prompts[request.prompt_id], *request.token_ids], len(prompts[request.prompt_id]))
         for request in drafted

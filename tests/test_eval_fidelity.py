@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from eyas.eval.fidelity import TIE_GAP, check_lossless, check_parity, first_difference
+from eyas.eval.fidelity import TIE_GAP, accepted_within_answer, check_lossless, check_parity, first_difference
 from tests.eval_records import request
 
 PROMPTS = {"p0": [9, 9], "p1": [8]}
@@ -54,7 +54,8 @@ def test_an_answer_that_ends_earlier_is_a_violation() -> None:
 
 
 def test_parity_compares_taus() -> None:
-    drafted = [request("p0", token_ids=[1, 2, 3], accepted=[1, 0, 3]), request("p1", token_ids=[4], accepted=[2])]
+    answer = [1, 2, 3, 4, 5, 6, 7, 8]
+    drafted = [request("p0", token_ids=answer, accepted=[1, 0, 3]), request("p1", token_ids=[4] * 4, accepted=[2])]
     seen: list[tuple[list[int], int]] = []
 
     def predict(token_ids: list[int], prompt: int) -> list[int]:
@@ -62,9 +63,17 @@ def test_parity_compares_taus() -> None:
         return [1, 0, 3] if prompt == 2 else [2]
 
     parity = check_parity(drafted, prompts=PROMPTS, draft_length=3, predict=predict)
-    assert seen == [([9, 9, 1, 2, 3], 2), ([8, 4], 1)]
+    assert seen == [([9, 9, *answer], 2), ([8, 4, 4, 4, 4], 1)]
     assert parity["passed"]
     assert parity["served"] == parity["offline"]
     worse = check_parity(drafted, prompts=PROMPTS, draft_length=3, predict=lambda *_: [0, 0])
     assert not worse["passed"]
     assert worse["relative_difference"] == pytest.approx(1 / 2.5 - 1)
+
+
+def test_what_is_verified_behind_the_end_of_an_answer_is_not_compared() -> None:
+    """An answer of ten tokens: 1 read, then 3, 3, and 3 that were left of the 4 that the last step had."""
+    assert accepted_within_answer(request("p0", token_ids=[1] * 10, accepted=[2, 2, 3])) == [2, 2, 3]
+    assert accepted_within_answer(request("p0", token_ids=[1] * 9, accepted=[2, 2, 3])) == [2, 2, 2]
+    assert accepted_within_answer(request("p0", token_ids=[1] * 8, accepted=[2, 2, 3])) == [2, 2, 1]
+    assert accepted_within_answer(request("p0", token_ids=[1], accepted=[3])) == [0]

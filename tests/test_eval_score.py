@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from eyas.eval import score as score_module
+from eyas.eval.fidelity import accepted_within_answer
 from eyas.eval.plan import StartPlan
 from eyas.eval.score import score
 from eyas.heads.files import read_json
 from tests import tiny
-from tests.eval_records import cell, write_start
+from tests.eval_records import cell, request, write_start
 
 STEPS = {"ar": None, "k3": [3, 0, 1, 2] * 5, "k1": [1, 0] * 10}
 RATES = {"ar": 40.0, "k3": 52.0, "k1": 46.0}
@@ -81,7 +82,7 @@ def run_score(out_dir: Path, target: Path, *, heldout: int = 8, **changes: Any) 
         "fidelity_requests": 5,
         "fidelity_max_tokens": 41,
         "fidelity_dtype": "float32",
-        "predict": lambda *_: STEPS["k3"],
+        "predict": lambda *_: accepted_within_answer(request(accepted=STEPS["k3"])),
         "context": {"name": "test"},
     }
     return score(out_dir, **(settings | changes))
