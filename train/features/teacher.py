@@ -35,10 +35,6 @@ class HiddenTeacher:
     def __len__(self) -> int:
         return self.hidden_PH.shape[0]
 
-    def to(self, device: torch.device) -> HiddenTeacher:
-        """The same rows on another device."""
-        return HiddenTeacher(self.hidden_PH.to(device))
-
     def rows(self, indices_R: Tensor | slice) -> HiddenTeacher:
         """Some of the rows."""
         return HiddenTeacher(self.hidden_PH[indices_R])
@@ -54,10 +50,6 @@ class TopKTeacher:
 
     def __len__(self) -> int:
         return self.ids_PK.shape[0]
-
-    def to(self, device: torch.device) -> TopKTeacher:
-        """The same rows on another device."""
-        return TopKTeacher(self.ids_PK.to(device), self.log_probs_PK.to(device), self.tail_P.to(device))
 
     def rows(self, indices_R: Tensor | slice) -> TopKTeacher:
         """Some of the rows."""
