@@ -90,7 +90,7 @@ def _track_report(run: Run, directory: Path) -> None:
     from eyas.train.tracking import add_to_finished_run
 
     add_to_finished_run(
-        tracking_settings(run),
+        tracking_settings(run, stage="score"),
         trained_in=run.directory("train"),
         work_dir=directory,
         path=directory / "report.html",

@@ -11,14 +11,15 @@ if TYPE_CHECKING:
     from eyas.train.tracking import TrackingSettings
 
 
-def tracking_settings(run: Run) -> TrackingSettings:
-    """Where the curves of a run go besides metrics.jsonl."""
+def tracking_settings(run: Run, *, stage: str) -> TrackingSettings:
+    """Where the curves of a run go besides metrics.jsonl, for a stage that works in its partial directory."""
     from eyas.train.tracking import TrackingSettings
 
     recipe, tracking = run.recipe, run.recipe.tracking
     return TrackingSettings(
         kinds=tracking.trackers,
         name=recipe.name,
+        kept_in=run.run_dir / stage,
         project=tracking.project,
         entity=tracking.entity,
         group=tracking.group,

@@ -95,7 +95,7 @@ def train_stage(run: Run) -> Stage:
             optimization=optimization(train),
             precision=train.precision,
             threads=train.threads or max(1, available_cores() // processes_here()),
-            tracking=tracking_settings(run),
+            tracking=tracking_settings(run, stage="train"),
             settings=settings,
             facts={"versions": versions(), "git": git_state(), "recipe": recipe.model_dump(mode="json")},
             trust_remote_code=recipe.target.trust_remote_code,

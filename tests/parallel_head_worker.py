@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
+from eyas.heads.formats.write import write_head
 from eyas.heads.slots import teacher_positions
 from eyas.train.features.documents import Document
 from eyas.train.features.teacher import HiddenTeacher
@@ -30,8 +33,8 @@ def make_pack(seed: int, *, embedding_VH: torch.Tensor) -> TrainingPack:
     return training_pack(documents, source="captured", num_steps=3, embedding_VH=embedding_VH)
 
 
-def head_curve(processes: Processes, *, max_grad_norm: float) -> list[float]:
-    """Loss and gradient norm of a few steps of four packs; the readout is frozen."""
+def head_curve(processes: Processes, *, max_grad_norm: float, export: Path) -> list[float]:
+    """Loss and gradient norm of a few steps of four packs, with a frozen readout; the head is exported at the end."""
     generator = torch.Generator().manual_seed(5)
     embedding_VH, readout_VH = (torch.randn(VOCAB, HIDDEN, generator=generator) for _ in range(2))
     head = tiny.random_head(tiny.head_config(num_layers=2))
@@ -58,4 +61,7 @@ def head_curve(processes: Processes, *, max_grad_norm: float) -> list[float]:
             total += loss.detach().float() / engine.world_size
         curve += [float(engine.sum(total)), engine.clip()]
         engine.step()
+    with engine.whole_head() as trained:
+        if engine.is_main:
+            write_head(export, trained, dtype=torch.float32, to="vllm")
     return curve

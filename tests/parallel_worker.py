@@ -24,6 +24,7 @@ from tests.parallel_head_worker import head_curve
 
 NUM_STEPS, SAVED_STEP, PACKS = 50, 25, 4
 MAX_GRAD_NORM = 0.5
+EXPORT = "export"
 WIDTH = 13
 
 
@@ -148,7 +149,7 @@ def exercise(processes: Processes, *, out: Path, reference: dict[str, Tensor]) -
     foreign = make_engine(processes, seed=2)
     resume(foreign, reference)
     foreign_curve, other = train(foreign, first=SAVED_STEP)
-    real = head_curve(processes, max_grad_norm=MAX_GRAD_NORM)
+    real = head_curve(processes, max_grad_norm=MAX_GRAD_NORM, export=out / EXPORT)
     if engine.is_main:
         curves = {"curve": curve, "own_curve": own_curve, "foreign_curve": foreign_curve, "head_curve": real}
         results = {name: torch.tensor(values, dtype=torch.float64) for name, values in curves.items()}

@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eyas.heads.files import read_json, write_json
@@ -60,6 +60,13 @@ def save(checkpoints: Checkpoints, step: int, *, facts: dict[str, Any] | None = 
     state = TrainingState(step=step, best_step=best_step, best_tau=1.5, tokens=10 * step)
     checkpoints.save(**contents(step), state=state, facts={"world_size": 1} if facts is None else facts)
     checkpoints.wait()
+
+
+def write_head_files(run_dir: Path, step: int) -> None:
+    """What stands for the head of an evaluated step."""
+    path = head_directory(run_dir, step) / "model.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"fc.weight": torch.ones(3, 2)}, path)
 
 
 def assert_is(saved: Saved | None, step: int) -> None:
@@ -340,7 +347,7 @@ def test_the_newest_stay_with_the_heads_that_they_refer_to(tmp_path: Path) -> No
     checkpoints = open_checkpoints(tmp_path, keep=2)
     for step, best in ((10, 5), (20, 15), (30, 15), (40, 38)):
         for head in (best, step):
-            head_directory(tmp_path, head).mkdir(parents=True, exist_ok=True)
+            write_head_files(tmp_path, head)
         head_directory(tmp_path, 99).mkdir(parents=True, exist_ok=True)  # evaluated, not saved yet
         save(checkpoints, step, best_step=best)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -351,12 +358,29 @@ def test_the_newest_stay_with_the_heads_that_they_refer_to(tmp_path: Path) -> No
         "step-00000099",
     ]
     assert read_json(tmp_path / "checkpoints" / "latest.json")["best_head"] == "heads/step-00000038"
-    head_directory(tmp_path, 38).rmdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda head: shutil.rmtree(head), "is missing"),
+        (lambda head: (head / "model.safetensors").unlink(), "has no weights"),
+        (lambda head: os.truncate(head / "model.safetensors", 40), "cannot be read"),
+    ],
+)
+def test_a_checkpoint_whose_best_head_is_damaged_is_passed_over(
+    damage: Callable[[Path], None], words: str, tmp_path: Path
+) -> None:
+    checkpoints = open_checkpoints(tmp_path, keep=2)
+    for step in (30, 40):
+        write_head_files(tmp_path, step)
+        save(checkpoints, step, best_step=step)
+    damage(head_directory(tmp_path, 40))
     said: list[str] = []
     saved = open_checkpoints(tmp_path, said=said).newest()
     assert saved is not None
     assert saved.step == 30
-    assert "its best head, heads/step-00000038, is missing" in said[0]
+    assert f"its best head, heads/step-00000040, {words}" in said[0]
 
 
 def test_a_broken_checkpoint_never_takes_the_place_of_a_kept_one(two_saved: Path, tmp_path: Path) -> None:

@@ -117,6 +117,32 @@ def test_a_killed_run_resumes_from_its_last_checkpoint_to_the_same_bits(
     _assert_same_run(tmp_path, finished)
 
 
+def test_every_step_of_a_killed_run_is_in_one_record(
+    finished: Path, inputs: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Trainer._step
+
+    def killed_at_ten(self: Trainer, *arguments: object, **keywords: object) -> object:
+        if self.state.step == 10:
+            raise KeyboardInterrupt
+        return step(self, *arguments, **keywords)  # type: ignore[arg-type]
+
+    loop = training.shorter(training.LOOP, log_every=3, checkpoint_every=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", killed_at_ten)
+        with pytest.raises(KeyboardInterrupt):
+            _train(tmp_path, inputs, loop=loop)
+    _train(tmp_path, inputs, loop=loop)
+    losses = [record["loss"] for record in read_metrics(finished / METRICS_NAME) if "loss" in record]
+    records = [record for record in read_metrics(tmp_path / METRICS_NAME) if "loss" in record]
+    ends = [record["step"] for record in records]
+    assert ends[:6] == [3, 4, 6, 8, 9, 12]
+    for begin, record in zip([0, *ends], records, strict=False):
+        steps = losses[begin : record["step"]]
+        assert record["loss"] == pytest.approx(sum(steps) / len(steps), rel=1e-6), record["step"]
+    assert ends[-1] == len(losses)
+
+
 def test_a_resumed_run_draws_the_noise_of_the_unbroken_one(
     inputs: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from eyas.heads.files import read_json
 from tests import parallel_worker as worker
 from tests.parallel_head_worker import head_curve
 
@@ -36,7 +37,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """reference.safetensors: the run of one process that all others are compared with."""
     folder = tmp_path_factory.mktemp("parallel")
     curve, kept = worker.train(worker.make_engine(one_process()))
-    curves = {"curve": curve, "head_curve": head_curve(one_process(), max_grad_norm=worker.MAX_GRAD_NORM)}
+    curves = {
+        "curve": curve,
+        "head_curve": head_curve(one_process(), max_grad_norm=worker.MAX_GRAD_NORM, export=folder / worker.EXPORT),
+    }
     kept |= {name: torch.tensor(values, dtype=torch.float64) for name, values in curves.items()}
     save_file(kept, folder / "reference.safetensors")
     return folder
@@ -96,6 +100,21 @@ def check_results(results: Path, reference: dict[str, Tensor]) -> None:
     torch.testing.assert_close(found["foreign_curve"], reference["curve"][half:], rtol=1e-5, atol=0)
 
 
+def assert_same_export(found: Path, reference: Path) -> None:
+    """The exported files of a head: the same names, settings and vocabulary, and weights equal to rounding."""
+    names = [{path.name for path in directory.iterdir()} for directory in (found, reference)]
+    assert names[0] == names[1] >= {"config.json", "model.safetensors"}
+    assert read_json(found / "config.json") == read_json(reference / "config.json")
+    weights, wanted = (load_file(directory / "model.safetensors") for directory in (found, reference))
+    assert weights.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        if tensor.is_floating_point():
+            error = (weights[key].double() - tensor.double()).abs().max() / tensor.abs().max()
+            assert error < 1e-5, (key, error)
+        else:
+            assert torch.equal(weights[key], tensor), key
+
+
 def test_one_process(folder: Path) -> None:
     out = folder / "one"
     out.mkdir()
@@ -129,6 +148,7 @@ def test_two_processes_are_one(launched: list[Path], folder: Path) -> None:
     reference = load_file(folder / "reference.safetensors")
     for results in launched:
         check_results(results, reference)
+        assert_same_export(results / worker.EXPORT, folder / worker.EXPORT)
         outputs = [load_file(results / f"output-{rank}.safetensors")["output"] for rank in (0, 1)]
         assert torch.equal(outputs[0], outputs[1])
         resumed = worker.make_engine(one_process(), seed=3)

@@ -23,11 +23,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from eyas.heads.differences import differences
 from eyas.heads.files import read_json, write_json
+from eyas.heads.formats.files import stored_names
 from eyas.train.checkpoint_files import (
     RECORD,
     BrokenCheckpoint,
@@ -53,8 +55,9 @@ class TrainingState:
         step: steps done, which is also the cursor in the order of batches.
         best_step, best_tau: of the best evaluation so far; step -1 before the first one.
         evaluations: held-out evaluations done. since_best: those since the best one.
-        skipped: steps left out because their gradient was not finite.
+        skipped: steps left out because their gradient was not finite. spikes: losses far above those before them.
         tokens, slots: trained on so far, over all processes; slots count every TTT step.
+        wandb_id: of the wandb run, for a run directory that lost its own record of it; None where there is none.
     """
 
     step: int = 0
@@ -63,8 +66,10 @@ class TrainingState:
     evaluations: int = 0
     since_best: int = 0
     skipped: int = 0
+    spikes: int = 0
     tokens: int = 0
     slots: int = 0
+    wandb_id: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,8 +230,8 @@ class Checkpoints:
         record = read_json(directory / RECORD)
         require_same_settings(record["settings"], self._settings, directory=directory)
         state = TrainingState(**record["state"])
-        if state.best_step >= 0 and not head_directory(self._run_dir, state.best_step).is_dir():
-            raise BrokenCheckpoint(f"its best head, heads/{step_name(state.best_step)}, is missing")
+        if state.best_step >= 0:
+            _require_head(head_directory(self._run_dir, state.best_step))
         return Saved(directory=directory, state=state, facts=record["facts"])
 
 
@@ -241,6 +246,22 @@ def require_same_settings(saved: dict[str, Any], current: dict[str, Any], *, dir
             f"checkpoint {directory} was made with other settings: {fields}; set them back to continue it, or set "
             "run_dir=... to train from the beginning elsewhere"
         )
+
+
+def _require_head(directory: Path) -> None:
+    """
+    Raises:
+        BrokenCheckpoint: there is no head, or one whose files were cut.
+    """
+    name = f"its best head, heads/{directory.name},"
+    if not directory.is_dir():
+        raise BrokenCheckpoint(f"{name} is missing")
+    try:
+        names = stored_names(directory)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise BrokenCheckpoint(f"{name} cannot be read ({error})") from error
+    if not names:
+        raise BrokenCheckpoint(f"{name} has no weights")
 
 
 def head_directory(run_dir: Path, step: int) -> Path:

@@ -1,6 +1,6 @@
 """Guards of a training run: what is not finite is skipped, what jumps is reported, what no longer improves stops.
 
-Counts that decide something live in TrainingState and survive a restart. The losses that SpikeGuard compares with do not:
+Counts live in TrainingState and survive a restart. The losses that SpikeGuard compares with do not:
 it only reports, and fills its window again.
 """
 

@@ -66,7 +66,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.total = len(self.order)
         self.nonfinite = NonFiniteGuard(limit=self.settings.max_skipped_steps, say=self.say)
-        self.spikes, self.num_spikes = SpikeGuard(), 0
+        self.spikes = SpikeGuard()
         self.early_stop = EarlyStop(patience=self.settings.stop_after_evaluations)
 
     def train(self) -> TrainingState:
@@ -160,15 +160,21 @@ class Trainer:
                 f"no tau above {self.state.best_tau:.3f} (step {self.state.best_step})"
             )
         if step % settings.checkpoint_every == 0 or last or stalled:
-            self.keeper.save(self.state)
+            self._save()
         return last or stalled
+
+    def _save(self) -> None:
+        """Save a checkpoint, and before it log what it ends: a run that goes on from it has every step in one record."""
+        if self.window.num_steps:
+            self._log()
+        self.keeper.save(self.state)
 
     def _log(self) -> dict[str, str]:
         """Write the window's metrics and begin a new one; what the progress bar shows."""
         epoch = self.order.epoch(self.state.step)
-        record = self.window.record(self.engine.sum, state=self.state, epoch=epoch, spikes=self.num_spikes)
+        record = self.window.record(self.engine.sum, state=self.state, epoch=epoch)
         self._look_for_spikes(self.window.losses)
-        self.tracker.log(record)
+        self.tracker.log(record | {"spikes": self.state.spikes})
         return {
             "loss": f"{record['loss']:.3f}",
             "tau_product": f"{record.get('tau_product', 1.0):.3f}",
@@ -180,7 +186,7 @@ class Trainer:
         for step, loss in enumerate(losses, start=self.state.step - len(losses)):
             spike = self.spikes.look(loss, step=step + 1, documents=self.order.documents(step))
             if spike is not None:
-                self.num_spikes += 1
+                self.state.spikes += 1
                 self.say(spike)
 
     def _evaluate(self) -> None:
@@ -191,7 +197,7 @@ class Trainer:
         self.tracker.log(record)
 
     def _stop(self) -> None:
-        self.keeper.save(self.state)
+        self._save()
         self.keeper.wait()
         if self.engine.is_main:
             mark_for_requeue(self.run_dir, signal_number=self.stop.signal_number, step=self.state.step)

@@ -89,6 +89,11 @@ class Window:
         )
         self._begin_step()
 
+    @property
+    def num_steps(self) -> int:
+        """Steps since the last record."""
+        return len(self._steps)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Around what is no training, such as an evaluation: throughput leaves it out."""
@@ -98,9 +103,7 @@ class Window:
         finally:
             self._idle += time.perf_counter() - started
 
-    def record(
-        self, add_up: Callable[[Tensor], Tensor], *, state: Progress, epoch: float, spikes: int = 0
-    ) -> dict[str, float]:
+    def record(self, add_up: Callable[[Tensor], Tensor], *, state: Progress, epoch: float) -> dict[str, float]:
         """Metrics of the window over all processes; the next window begins. Collective.
 
         `kl_i` in nats a row, `accuracy_i` (the head's likeliest token is the target's) and `acceptance_i` (sum of
@@ -130,7 +133,6 @@ class Window:
             "flops_per_second": flops / seconds,
             "memory_bytes": memory,
             "skipped": state.skipped,
-            "spikes": spikes,
         }
         if self.peak is not None:
             record[self.peak.metric] = record["flops_per_second"] / (self.peak.flops * self.world_size)

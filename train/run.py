@@ -33,6 +33,7 @@ from eyas.train.ready import Optimization, Precision, Ready, make_ready
 from eyas.train.settings import LoopSettings
 from eyas.train.start import HeadPlan
 from eyas.train.tracking import Tracker, TrackingSettings, open_trackers
+from eyas.train.wandb_tracker import restore_run_id, stored_run_id
 
 HEAD_DIRECTORY = "head"
 
@@ -146,7 +147,9 @@ def _train(
     engine, head = ready.engine, ready.head
     state = keeper.resume()
     clear_requeue(out_dir)
+    restore_run_id(out_dir, state.wandb_id)
     with _leaving_together(engine), trackers(resumed_step=state.step) as tracker:
+        state.wandb_id = stored_run_id(out_dir)
         state = Trainer(
             engine=engine,
             order=opened.order,

@@ -136,11 +136,13 @@ class TrackingSettings:
 
     Attributes:
         kinds: any of the two. config: what the run was made with (recipe, git state).
+        kept_in: where the tracked directory will lie once its stage is complete; None where it stays.
         name, project, entity, group, tags, mode: of wandb; None leaves the choice to wandb's environment variables.
     """
 
     kinds: tuple[Literal["wandb", "tensorboard"], ...] = ()
     name: str
+    kept_in: Path | None = None
     project: str | None = None
     entity: str | None = None
     group: str | None = None
@@ -199,6 +201,7 @@ def _trackers(settings: TrackingSettings, *, run_dir: Path, resumed_step: int, s
 def _wandb(settings: TrackingSettings) -> WandbSettings:
     return WandbSettings(
         name=settings.name,
+        kept_in=settings.kept_in,
         project=settings.project,
         entity=settings.entity,
         group=settings.group,

@@ -28,9 +28,14 @@ uploaded by then stays on disk for `wandb sync`."""
 
 @dataclass(frozen=True, kw_only=True)
 class WandbSettings:
-    """What the recipe says of the run; None and () leave the choice to wandb's own environment variables."""
+    """What the recipe says of the run; None and () leave the choice to wandb's own environment variables.
+
+    Attributes:
+        kept_in: where the run's directory will lie once its stage is complete; None where it stays.
+    """
 
     name: str
+    kept_in: Path | None = None
     project: str | None = None
     entity: str | None = None
     group: str | None = None
@@ -72,7 +77,7 @@ class Wandb:
                 console="off",
             ),
         )
-        offline = f"offline; upload with: wandb sync {Path(self._run.dir).parent}"
+        offline = _upload(Path(self._run.dir).parent, run_dir=run_dir, kept_in=settings.kept_in)
         where = offline if self._run.offline else self._run.url
         say(f"wandb: run {self._run.id}, {where}")
 
@@ -101,14 +106,33 @@ class Wandb:
         self._run.finish(exit_code=exit_code)
 
 
+def _upload(offline_dir: Path, *, run_dir: Path, kept_in: Path | None) -> str:
+    """How to upload an offline run, by the name that its directory will have then."""
+    if kept_in is None:
+        return f"offline; upload with: wandb sync {offline_dir}"
+    kept = kept_in / offline_dir.resolve().relative_to(run_dir.resolve())
+    return f"offline; upload at the end with: wandb sync {kept}"
+
+
 def run_id(run_dir: Path) -> str:
     """WANDB_RUN_ID, else the id that an earlier start stored, else a new one; what is returned is stored."""
-    path = run_dir / ID_NAME
-    stored = read_json(path) if path.is_file() else None
+    path, stored = run_dir / ID_NAME, stored_run_id(run_dir)
     chosen = os.environ.get("WANDB_RUN_ID") or stored or uuid.uuid4().hex[:12]
     if chosen != stored:
         write_json(path, chosen)
     return chosen
+
+
+def stored_run_id(run_dir: Path) -> str | None:
+    """The id that an earlier start stored."""
+    path = run_dir / ID_NAME
+    return read_json(path) if path.is_file() else None
+
+
+def restore_run_id(run_dir: Path, run_id: str | None) -> None:
+    """Put a checkpoint's id back into a run directory that lost its record of it. Every process may call it at once."""
+    if run_id is not None and stored_run_id(run_dir) is None:
+        write_json(run_dir / ID_NAME, run_id)
 
 
 def _require_key(wandb: ModuleType, *, mode: str | None) -> None:
