@@ -39,6 +39,8 @@ def resolved_engine(llm: Any) -> dict[str, Any]:
     layers = config.compilation_config.static_forward_context.values()
     backends = {layer.get_attn_backend().get_name() for layer in layers if "get_attn_backend" in dir(layer)}
     engine["attention_backends"] = sorted(backends)
+    # Its second model runner has a sampler of its own; vLLM chooses by what the arm needs, and versions without it use the first.
+    engine["model_runner_v2"] = "use_v2_model_runner" in dir(config) and bool(config.use_v2_model_runner)
     return engine
 
 

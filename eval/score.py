@@ -1,214 +1,195 @@
-"""The score stage: measure a head against plain decoding in real vLLM, check it, judge it, write the report.
+"""The score stage: measure the arms against plain decoding in real vLLM, check them, judge them, write the report.
 
-What it leaves: context.json (what is measured) and protocol.json (how), starts/ and fidelity/ (raw records, plans, logs),
-fidelity.json, and the report: results.json, report.md, report.html.
+What it leaves: session.json, context.json (what is measured) and protocol.json (how); starts/ (raw records, plans, logs of
+the grid and of the schedule), instrument/, lossless/ and open_loop/ (raw records of the other parts), schedule.json and
+speculative_config.json; and the report: results.json, report.md, report.html. Every part can be stopped and continued.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from eyas.eval.fidelity import Predict, check_lossless, check_parity, target_logits
-from eyas.eval.grid import Arm, order_of_starts, run_grid
+from eyas.eval.arms import Arm, plan_arms
+from eyas.eval.budget import decide_starts, plan_words
+from eyas.eval.grid import plan_turns, require_both_sides, run_grid
 from eyas.eval.launch import Launcher
-from eyas.eval.plan import CellPlan, StartPlan
-from eyas.eval.records import AR, read_start
+from eyas.eval.lossless.run import Predict
+from eyas.eval.parts import measure_lossless, measure_open_loop, measure_time_split
+from eyas.eval.plan import StartPlan
+from eyas.eval.prompts import load_prompts
+from eyas.eval.protocol import describe_protocol
+from eyas.eval.records import read_starts
 from eyas.eval.report.build import build_report
-from eyas.eval.workload import Request, Workload, load_heldout, load_humaneval
+from eyas.eval.schedule_phase import measure_schedule
+from eyas.eval.sessions import Session, open_session
+from eyas.eval.settings import Checks, Engine, Load, PromptSources, Repeats, Subject
 from eyas.heads.chat import TargetChat
 from eyas.heads.files import write_json
-from eyas.heads.serving import engine_environment, require_vllm, speculative_config
+from eyas.heads.serving import engine_environment, require_vllm
 
-HUMANEVAL_BATCH_SIZE = 8
-"""HumanEval is one cell per start, at this batch size: a look at text unlike the training data, not a second sweep."""
+Say = Callable[[str], None]
 
 
 def score(
     out_dir: Path,
     *,
-    target_dir: Path,
-    trust_remote_code: bool,
-    template_options: Mapping[str, Any],
-    head_dir: Path,
-    method: str,
-    draft_lengths: list[int],
-    batch_sizes: list[int],
-    starts_per_arm: int,
-    requests_per_batch_slot: int,
-    min_requests: int,
-    max_tokens: int,
-    temperature: float,
-    seed: int,
-    heldout_path: Path,
-    humaneval_requests: int,
-    dtype: str,
-    max_model_len: int,
-    enforce_eager: bool,
-    threads: int,
-    kv_cache_gib: int,
-    timeout_s: float,
-    fidelity_requests: int,
-    fidelity_max_tokens: int,
-    fidelity_dtype: str,
-    predict: Predict,
+    subject: Subject,
+    sources: PromptSources,
+    load: Load,
+    repeats: Repeats,
+    engine: Engine,
+    checks: Checks,
+    predict: Predict | None,
     context: dict[str, Any],
+    say: Say,
 ) -> dict[str, int]:
-    """Measure the head in `head_dir` against plain decoding of `target_dir`; returns counts.
+    """Measure the arms of `subject` against plain decoding of its target; returns counts.
 
-    Complete starts in `out_dir` are kept. `predict` computes acceptance offline; `context` is stored as it is.
+    Complete starts in `out_dir` are kept.
+
+    Args:
+        out_dir: of the session.
+        subject, sources, load, repeats, engine, checks: what to measure, see `eyas.eval.settings`.
+        predict: computes the head's acceptance offline; None without a head.
+        context: stored as it is.
+        say: takes a line for the user.
 
     Raises:
         ValueError: vLLM or a data package is missing, the prompts do not suffice, or all starts of one side failed.
     """
     require_vllm()
-    chat = TargetChat(target_dir, trust_remote_code=trust_remote_code, template_options=template_options)
-    wanted = {size: max(min_requests, requests_per_batch_slot * size) for size in batch_sizes}
+    session = plan_session(
+        out_dir, subject=subject, sources=sources, load=load, repeats=repeats, engine=engine, checks=checks
+    )
+    write_json(out_dir / "context.json", context)
+    say_shortages(session, load=load, say=say)
+    starts_plan = decide_starts(
+        out_dir,
+        repeats=repeats,
+        arms=len(session.arms),
+        turns=len(plan_turns(session.arms, protocol=repeats.protocol, starts_per_arm=1)),
+        first_round=lambda: run_first_round(session, repeats),
+    )
+    say(plan_words(starts_plan))
+    starts_per_arm = starts_plan["starts_per_arm"]
+    turns = plan_turns(session.arms, protocol=repeats.protocol, starts_per_arm=starts_per_arm)
+    write_json(
+        out_dir / "protocol.json",
+        describe_protocol(
+            session,
+            turns=turns,
+            load=load,
+            repeats=repeats,
+            engine=engine,
+            template_options=sources.template_options,
+            starts_plan=starts_plan,
+        ),
+    )
+    run_grid(session.starts, plan=session.plan, turns=turns, launcher=session.launcher)
+    require_both_sides(session.starts)
+    if subject.schedule:
+        schedule = measure_schedule(session, protocol=repeats.protocol, starts_per_arm=starts_per_arm, say=say)
+        session = replace(session, arms=[*session.arms, *([schedule] if schedule else [])])
+    measure_parts(session, load=load, engine=engine, checks=checks, predict=predict, starts_per_arm=starts_per_arm)
+    return counts_of(build_report(out_dir))
+
+
+def plan_session(
+    out_dir: Path,
+    *,
+    subject: Subject,
+    sources: PromptSources,
+    load: Load,
+    repeats: Repeats,
+    engine: Engine,
+    checks: Checks,
+) -> Session:
+    """Arms, prompts and engine settings; the session's id is made here when there is none yet."""
+    chat = TargetChat(
+        subject.target_dir, trust_remote_code=subject.trust_remote_code, template_options=dict(sources.template_options)
+    )
+    arms = plan_arms(
+        subject.head_dir, method=subject.method, draft_lengths=subject.draft_lengths, others=subject.others
+    )
+    open_loop_requests = checks.open_loop.requests if checks.open_loop.rates else 0
     prompts = load_prompts(
         chat,
-        heldout_path=heldout_path,
-        heldout_requests=max(*wanted.values(), fidelity_requests),
-        humaneval_requests=humaneval_requests,
-        max_prompt_tokens=max_model_len - max(max_tokens, fidelity_max_tokens) - max(draft_lengths) - 1,
+        sources=sources,
+        load=load,
+        at_least=max(checks.lossless.requests, open_loop_requests),
+        max_prompt_tokens=room_for_prompts(engine, arms, max_tokens=max(load.max_tokens, checks.lossless.max_tokens)),
     )
     plan = StartPlan(
-        target_dir=str(target_dir),
-        trust_remote_code=trust_remote_code,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        seed=seed,
-        enforce_eager=enforce_eager,
+        target_dir=str(subject.target_dir),
+        trust_remote_code=subject.trust_remote_code,
+        dtype=engine.dtype,
+        max_model_len=engine.max_model_len,
+        seed=load.seed,
+        enforce_eager=engine.enforce_eager,
         stop_token_ids=chat.stop_token_ids,
         warmup=prompts.warmup,
-        cells=prompts.cells(wanted, temperature=temperature, max_tokens=max_tokens, seed=seed),
+        cells=prompts.cells(load),
+        session=open_session(out_dir),
+        protocol=repeats.protocol,
+        blocks=repeats.blocks,
+        prefix_caching=engine.prefix_caching,
     )
-    arms = plan_arms(head_dir, method=method, draft_lengths=draft_lengths)
-    order = order_of_starts(arms, starts_per_arm=starts_per_arm)
-    launcher = Launcher(engine_environment(threads=threads, kv_cache_gib=kv_cache_gib), timeout_s)
-    limits = {"threads": threads, "kv_cache_gib": kv_cache_gib, "timeout_s": timeout_s}
-    asked = [*wanted.values(), humaneval_requests]
-    write_json(out_dir / "protocol.json", limits | describe_protocol(plan, order, prompts, wanted=asked))
-    write_json(out_dir / "context.json", context)
-    finished = run_grid(out_dir / "starts", plan=plan, order=order, launcher=launcher)
-    fidelity = Fidelity(out_dir / "fidelity", max(arms, key=lambda arm: arm.draft_length), launcher, predict)
-    check = CellPlan("heldout", fidelity_requests, 0.0, fidelity_max_tokens, seed, prompts.measured[:fidelity_requests])
-    write_json(out_dir / "fidelity.json", fidelity.run(replace(plan, dtype=fidelity_dtype, cells=[check])))
-    return {"starts": finished, **_counts(build_report(out_dir))}
+    environment = engine_environment(threads=engine.threads, kv_cache_gib=engine.kv_cache_gib)
+    return Session(
+        directory=out_dir, plan=plan, prompts=prompts, arms=arms, launcher=Launcher(environment, engine.timeout_s)
+    )
 
 
-def _counts(results: dict[str, Any]) -> dict[str, int]:
+def room_for_prompts(engine: Engine, arms: Sequence[Arm], *, max_tokens: int) -> int:
+    """Longest prompt that leaves room for the answer and for a last step's drafts."""
+    return engine.max_model_len - max_tokens - max(arm.draft_length for arm in arms) - 1
+
+
+def say_shortages(session: Session, *, load: Load, say: Say) -> None:
+    """Name the cells that get fewer prompts than they need: none is repeated to fill them."""
+    for cell in session.plan.cells:
+        wanted = load.wanted(cell.batch_size)
+        if len(cell.requests) < wanted:
+            say(
+                f"{cell.dataset} T={cell.temperature:g} batch {cell.batch_size}: {len(cell.requests)} prompts of {wanted} "
+                "wanted; there are no more, and none is repeated"
+            )
+
+
+def run_first_round(session: Session, repeats: Repeats) -> float:
+    """The grid's first round; returns the mean seconds of a start, which side by side are those of its pair."""
+    turns = plan_turns(session.arms, protocol=repeats.protocol, starts_per_arm=1)
+    run_grid(session.starts, plan=session.plan, turns=turns, launcher=session.launcher)
+    require_both_sides(session.starts)
+    seconds = [start.description["seconds"] for start in read_starts(session.starts) if "seconds" in start.description]
+    if not seconds:
+        raise ValueError(
+            f"no start of the first round finished, so nothing says how many fit into score.budget_minutes; see the logs in "
+            f"{session.starts}"
+        )
+    return sum(seconds) / len(seconds)
+
+
+def measure_parts(
+    session: Session, *, load: Load, engine: Engine, checks: Checks, predict: Predict | None, starts_per_arm: int
+) -> None:
+    """What is measured beside the grid, as far as the recipe asks for it."""
+    if checks.time_split:
+        measure_time_split(session)
+    if checks.lossless.requests:
+        measure_lossless(session, settings=checks.lossless, predict=predict)
+    if checks.open_loop.rates:
+        measure_open_loop(session, settings=checks.open_loop, load=load, engine=engine, starts_per_arm=starts_per_arm)
+
+
+def counts_of(results: dict[str, Any]) -> dict[str, int]:
     return {
+        "starts": sum(results["starts"].values()),
         "failed_starts": len(results["failures"]),
         "cells": len(results["cells"]),
         "requests": results["requests"],
         "output_tokens": results["output_tokens"],
     }
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """The session's prompts. The last held-out one warms engines up and is never measured."""
-
-    heldout: Workload
-    humaneval: Workload
-
-    @property
-    def measured(self) -> list[Request]:
-        return self.heldout.requests[:-1]
-
-    @property
-    def warmup(self) -> list[int]:
-        return self.heldout.requests[-1].token_ids
-
-    def cells(self, wanted: dict[int, int], *, temperature: float, max_tokens: int, seed: int) -> list[CellPlan]:
-        """A cell per batch size on the first `wanted[batch size]` held-out prompts, and one of HumanEval."""
-        chosen = [("heldout", size, self.measured[:count]) for size, count in wanted.items()]
-        if self.humaneval.requests:
-            chosen.append(("humaneval", HUMANEVAL_BATCH_SIZE, self.humaneval.requests))
-        return [CellPlan(name, size, temperature, max_tokens, seed, requests) for name, size, requests in chosen]
-
-
-def load_prompts(
-    chat: TargetChat,
-    *,
-    heldout_path: Path,
-    heldout_requests: int,
-    humaneval_requests: int,
-    max_prompt_tokens: int,
-) -> Prompts:
-    """Load at most `heldout_requests` held-out prompts, one more for warm-up, and HumanEval's unless 0 are wanted."""
-    heldout = load_heldout(heldout_path, chat, limit=heldout_requests + 1, max_prompt_tokens=max_prompt_tokens)
-    if len(heldout.requests) < 2:
-        raise ValueError(
-            "scoring needs at least 2 held-out prompts, one of them for warm-up; "
-            "raise data.heldout_share or give more held-out conversations"
-        )
-    humaneval = Workload("humaneval", [], 0, 0)
-    if humaneval_requests:
-        humaneval = load_humaneval(chat, limit=humaneval_requests, max_prompt_tokens=max_prompt_tokens)
-    return Prompts(heldout, humaneval)
-
-
-def plan_arms(head_dir: Path, *, method: str, draft_lengths: list[int]) -> list[Arm]:
-    """Plain decoding, and one arm per draft length."""
-    heads = [
-        Arm(f"k{length}", speculative_config(head_dir, method=method, num_speculative_tokens=length), length)
-        for length in draft_lengths
-    ]
-    return [Arm(AR, None, 0), *heads]
-
-
-def describe_protocol(plan: StartPlan, order: list[Arm], prompts: Prompts, *, wanted: list[int]) -> dict[str, Any]:
-    """What the report says about how it was measured, as plain values. `wanted`: requests asked for, cell by cell."""
-    counts = [
-        {"dataset": cell.dataset, "batch_size": cell.batch_size, "requests": len(cell.requests), "wanted": asked}
-        for cell, asked in zip(plan.cells, wanted, strict=False)
-    ]
-    return {
-        "order": [arm.name for arm in order],
-        "arms": {arm.name: arm.draft_length for arm in order},
-        "dtype": plan.dtype,
-        "max_model_len": plan.max_model_len,
-        "max_num_seqs": plan.max_num_seqs,
-        "seed": plan.seed,
-        "enforce_eager": plan.enforce_eager,
-        "stop_token_ids": plan.stop_token_ids,
-        "temperature": plan.cells[0].temperature,
-        "max_tokens": plan.cells[0].max_tokens,
-        "requests": counts,
-        "left_out": {
-            workload.dataset: {"too_long": workload.too_long, "duplicates": workload.duplicates}
-            for workload in (prompts.heldout, prompts.humaneval)
-        },
-    }
-
-
-@dataclass(frozen=True)
-class Fidelity:
-    """The lossless and parity check: where it runs, and what it needs."""
-
-    directory: Path
-    arm: Arm
-    launcher: Launcher
-    predict: Predict
-
-    def run(self, plan: StartPlan) -> dict[str, Any]:
-        """Start AR and the head on the same prompts and compare; a failed start is reported, not raised."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        stems = {}
-        for arm in (Arm(AR, None, 0), self.arm):
-            stems[arm.name] = self.directory / arm.name
-            arm_plan = replace(plan, arm=arm.name, speculative_config=arm.speculative_config)
-            if not self.launcher.run(arm_plan, stems[arm.name]):
-                return {"status": "failed", "why": f"the start of {arm.name} failed", "dtype": plan.dtype}
-        plain, drafted = (read_start(stem.with_suffix(".jsonl")).cells[0] for stem in stems.values())
-        prompts = {request.prompt_id: request.token_ids for request in plan.cells[0].requests}
-        logits = target_logits(Path(plan.target_dir), trust_remote_code=plan.trust_remote_code)
-        lossless = check_lossless(plain.requests, drafted.requests, prompts=prompts, logits=logits)
-        parity = check_parity(
-            drafted.requests, prompts=prompts, draft_length=self.arm.draft_length, predict=self.predict
-        )
-        settings = {"dtype": plan.dtype, "batch_size": len(plain.requests), "max_tokens": plain.max_tokens}
-        return {"status": "done", "arm": self.arm.name, **settings, "lossless": lossless, "parity": parity}

@@ -1,26 +1,74 @@
-"""The verdict of a cell, by written rules, and the best draft length per batch size."""
+"""The verdict of a cell, by written rules.
+
+The rules are facts/evaluation.md 6.I: a speed-up is claimed only where nothing speaks against it, a cell that is slower
+is called so, and everything else says what it lacks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from eyas.eval.records import AR
-from eyas.eval.stats import RatioInterval
+from eyas.eval.comparison import Comparison, compare_arms, judge_quality
+from eyas.eval.holm import holm
+from eyas.eval.null import Band
+from eyas.eval.records import AR, ArmFacts, CellKey, Cells
+from eyas.eval.stats import DRAWS, LEVEL, Partners, RatioInterval
 
 Word = Literal["SUPPORTED", "SLOWER", "INCONCLUSIVE", "NOT SUPPORTED"]
-Lossless = Literal["passed", "failed", "not run"]
+Direction = Literal["faster", "slower"]
+LosslessPassed = bool | None | Callable[[str, float], bool | None]
 
 MIN_STARTS = 3
+MIN_PROMPTS = 6
+ALPHA = round(1 - LEVEL, 6)
+MAX_LOOP_SHARE = 0.1
+MAX_RECONCILIATION = 0.01
 RULES = (
-    "SLOWER: the whole interval of the ratio lies below 1.",
-    "SUPPORTED: the whole interval lies above 1, the ratio exceeds the AR-vs-AR spread of the cell, each arm has at "
-    "least "
-    f"{MIN_STARTS} starts, and the lossless check passed.",
-    "NOT SUPPORTED: the whole interval lies above 1, but the lossless check failed.",
+    "NOT SUPPORTED, whatever was measured: the resolved configurations of the arms differ beyond what the speculative "
+    "configuration forces, or acceptance was synthetic.",
+    f"INCONCLUSIVE: either arm has fewer than {MIN_STARTS} starts (one pair of processes decides nothing), or the cell "
+    "has fewer prompts than it needs.",
+    "SLOWER: the ratio is below 1 beyond chance. Beyond chance means all of: the 95 % interval excludes 1, the p-value "
+    f"after Holm's correction over all cells of the session is at most {ALPHA:.2g}, and the ratio lies outside the "
+    "AR-against-AR null band.",
+    "NOT SUPPORTED: the lossless check failed.",
+    "SUPPORTED: the ratio is above 1 beyond chance, the lossless check passed, at most "
+    f"{MAX_LOOP_SHARE:.0%} of the answers of either arm loop, and counters and token counts of the engine agree within "
+    f"{MAX_RECONCILIATION:.0%}.",
     "INCONCLUSIVE: everything else, with the reason.",
 )
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the rules look at in one cell of one arm.
+
+    Attributes:
+        interval: throughput of the arm over AR.
+        p_holm: its p-value after Holm's correction.
+        null_band: of AR against AR; None with a single AR start.
+        starts: the fewer of both arms.
+        requests, needed_requests: prompts served in the cell, and how many it needs.
+        loop_share: share of looping answers, the larger of both arms.
+        reconciliation: relative gap between counters and token counts, the larger of both arms.
+        lossless_passed: of the session; None when the check has not run.
+        synthetic: the engine made acceptance up.
+        void: why the arms are not comparable; None when they are.
+    """
+
+    interval: RatioInterval
+    p_holm: float
+    null_band: Band | None
+    starts: int
+    requests: int
+    needed_requests: int
+    loop_share: float
+    reconciliation: float
+    lossless_passed: bool | None
+    synthetic: bool
+    void: str | None
 
 
 @dataclass(frozen=True)
@@ -29,42 +77,165 @@ class Verdict:
     reason: str
 
 
-def judge(
-    interval: RatioInterval, *, spread: float | None, ar_starts: int, head_starts: int, lossless: Lossless
-) -> Verdict:
-    """Apply `RULES` to one cell.
-
-    Args:
-        interval: head over AR throughput.
-        spread: AR-vs-AR spread of the cell (`stats.null_spread`); None when AR started once.
-        ar_starts, head_starts: finished starts of each arm.
-        lossless: outcome of the losslessness check of the session.
-    """
-    if interval.high < 1:
-        return Verdict("SLOWER", "the interval lies below 1")
-    if interval.low <= 1:
-        return Verdict("INCONCLUSIVE", "the interval includes 1")
-    if lossless == "failed":
-        return Verdict("NOT SUPPORTED", "measured faster, but outputs differ from plain decoding")
-    missing = _missing(interval.ratio, spread=spread, starts=min(ar_starts, head_starts), lossless=lossless)
+def judge(evidence: Evidence) -> Verdict:
+    """Apply `RULES` to one cell."""
+    if evidence.void is not None:
+        return Verdict("NOT SUPPORTED", f"the comparison is void: {evidence.void}")
+    if evidence.synthetic:
+        return Verdict("NOT SUPPORTED", "acceptance is synthetic; its speed says nothing about a head")
+    too_few = _too_few(evidence)
+    if too_few:
+        return Verdict("INCONCLUSIVE", "; ".join(too_few))
+    found = direction(evidence.interval, p_holm=evidence.p_holm, null_band=evidence.null_band)
+    if found == "slower":
+        return Verdict("SLOWER", f"slower beyond chance, over {evidence.starts} starts per arm")
+    if evidence.lossless_passed is False:
+        return Verdict("NOT SUPPORTED", "outputs differ from plain decoding: the lossless check failed")
+    if found is None:
+        return Verdict("INCONCLUSIVE", _why_undecided(evidence))
+    missing = _missing(evidence)
     if missing:
         return Verdict("INCONCLUSIVE", "measured faster, but " + "; ".join(missing))
-    return Verdict("SUPPORTED", f"the interval lies above 1, over {min(ar_starts, head_starts)} starts per arm")
+    return Verdict("SUPPORTED", f"faster beyond chance, over {evidence.starts} starts per arm")
 
 
-def _missing(ratio: float, *, spread: float | None, starts: int, lossless: Lossless) -> list[str]:
+def direction(interval: RatioInterval, *, p_holm: float, null_band: Band | None) -> Direction | None:
+    """What the numbers alone say: "faster" or "slower" beyond chance, or None. The alarm that `calibration` counts."""
+    if interval.indicative or null_band is None or p_holm > ALPHA:
+        return None
+    if interval.low > 1 and interval.ratio > null_band[1]:
+        return "faster"
+    if interval.high < 1 and interval.ratio < null_band[0]:
+        return "slower"
+    return None
+
+
+def _too_few(evidence: Evidence) -> list[str]:
+    reasons = []
+    if evidence.starts < MIN_STARTS or evidence.interval.indicative:
+        plural = "" if evidence.starts == 1 else "s"
+        reasons.append(f"indicative only: {evidence.starts} start{plural} per arm; a verdict needs {MIN_STARTS}")
+    if evidence.requests < evidence.needed_requests:
+        reasons.append(f"{evidence.requests} prompts of the {evidence.needed_requests} this cell needs")
+    return reasons
+
+
+def _why_undecided(evidence: Evidence) -> str:
+    interval, band = evidence.interval, evidence.null_band
+    if interval.low <= 1 <= interval.high:
+        return "the interval includes 1"
+    if band is not None and band[0] <= interval.ratio <= band[1]:
+        return f"inside the null band: AR against AR gives {band[0]:.3f} to {band[1]:.3f} by chance"
+    return f"not beyond chance among all cells of the session (p = {evidence.p_holm:.3f} after Holm's correction)"
+
+
+def _missing(evidence: Evidence) -> list[str]:
     """What a faster cell lacks to be SUPPORTED."""
     reasons = []
-    if starts < MIN_STARTS:
-        plural = "" if starts == 1 else "s"
-        reasons.append(f"only {starts} start{plural} per arm; SUPPORTED needs {MIN_STARTS}")
-    if spread is not None and ratio <= spread:
-        reasons.append(f"two AR starts differ as much ({spread:.2f}x)")
-    if lossless != "passed":
+    if evidence.lossless_passed is None:
         reasons.append("the lossless check did not run")
+    if evidence.loop_share > MAX_LOOP_SHARE:
+        reasons.append(f"{evidence.loop_share:.0%} of the answers loop, which flatters acceptance")
+    if evidence.reconciliation > MAX_RECONCILIATION:
+        reasons.append(f"counters and token counts differ by {evidence.reconciliation:.1%}")
     return reasons
 
 
 def best_arm(rates: Mapping[str, float]) -> str:
     """The arm with the highest throughput; plain decoding wins a tie, since it needs no head."""
     return max(rates, key=lambda arm: (rates[arm], arm == AR))
+
+
+def verdict_rows(
+    cells: Cells,
+    *,
+    arms: Mapping[str, ArmFacts],
+    lossless_passed: LosslessPassed,
+    configs_void: Mapping[str, str],
+    min_requests: Mapping[CellKey, int],
+    partners: Partners | None = None,
+    seed: int,
+    draws: int = DRAWS,
+) -> list[dict[str, Any]]:
+    """Every arm against AR in every cell that both have, cell by cell, arms in the order of `arms`.
+
+    Args:
+        cells: the records.
+        arms: what each arm is.
+        lossless_passed: outcome of the lossless check, one for all or by arm and temperature; None when it has not run.
+        configs_void: arm -> why its comparison with AR is void.
+        min_requests: prompts that a cell needs; one that is not listed needs `MIN_PROMPTS`.
+        partners: `partners_of` the starts; None where engines ran one at a time.
+        seed, draws: of the bootstrap.
+    """
+    groups = {key: group for key, group in cells.items() if AR in group}
+    compared = {
+        (key, arm): comparison
+        for key, group in groups.items()
+        for arm, comparison in compare_arms(group, partners=partners, seed=seed, draws=draws).items()
+    }
+    places = [(key, arm) for key in groups for arm in arms if (key, arm) in compared]
+    corrected = holm([_throughput(compared[place]).p_value for place in places])
+    quality = {(key, arm): judge_quality(starts) for key, group in groups.items() for arm, starts in group.items()}
+    rows = []
+    for (key, arm), p_holm in zip(places, corrected, strict=True):
+        comparison, own, baseline = compared[key, arm], quality[key, arm], quality[key, AR]
+        evidence = Evidence(
+            interval=_throughput(comparison),
+            p_holm=p_holm,
+            null_band=comparison.null_band,
+            starts=comparison.starts,
+            requests=own.requests,
+            needed_requests=min_requests.get(key, MIN_PROMPTS),
+            loop_share=max(own.loop_share, baseline.loop_share),
+            reconciliation=max(own.reconciliation, baseline.reconciliation),
+            lossless_passed=lossless_passed(arm, key.temperature) if callable(lossless_passed) else lossless_passed,
+            synthetic=arms[arm].synthetic,
+            void=configs_void.get(arm),
+        )
+        rows.append(_row(key, arm, facts=arms[arm], comparison=comparison, evidence=evidence))
+    return rows
+
+
+def _throughput(comparison: Comparison) -> RatioInterval:
+    interval = comparison.intervals["throughput"]
+    assert interval is not None, "every answer has a token, so throughput exists"
+    return interval
+
+
+def _row(key: CellKey, arm: str, *, facts: ArmFacts, comparison: Comparison, evidence: Evidence) -> dict[str, Any]:
+    verdict, interval, band = judge(evidence), evidence.interval, evidence.null_band
+    return {
+        "dataset": key.dataset,
+        "temperature": key.temperature,
+        "batch_size": key.batch_size,
+        "arm": arm,
+        "kind": facts.kind,
+        "draft_length": facts.draft_length,
+        "requests": evidence.requests,
+        "prompts": comparison.prompts,
+        "starts": evidence.starts,
+        "ar_tokens_per_second": comparison.rates[0],
+        "tokens_per_second": comparison.rates[1],
+        "ratio": interval.ratio,
+        "interval": [interval.low, interval.high],
+        "p_value": interval.p_value,
+        "p_holm": evidence.p_holm,
+        "standard_error": interval.standard_error,
+        "degrees_of_freedom": interval.degrees_of_freedom,
+        "indicative": interval.indicative,
+        "null_band": None if band is None else list(band),
+        "tpot_ratio": _ratio(comparison.intervals["tpot"]),
+        "e2e_ratio": _ratio(comparison.intervals["e2e"]),
+        "ttft_ratio": _ratio(comparison.intervals["ttft"]),
+        "loop_share": evidence.loop_share,
+        "reconciliation": evidence.reconciliation,
+        "direction": direction(interval, p_holm=evidence.p_holm, null_band=band),
+        "verdict": verdict.word,
+        "reason": verdict.reason,
+    }
+
+
+def _ratio(interval: RatioInterval | None) -> dict[str, Any] | None:
+    """A latency ratio: below 1 is faster. It is described and not tested."""
+    return None if interval is None else {"ratio": interval.ratio, "interval": [interval.low, interval.high]}

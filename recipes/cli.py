@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from eyas.recipes import data_commands, head_commands
-from eyas.recipes.arguments import OverridesArgument, RecipeArgument, complete_recipe
+from eyas.recipes import ceiling_command, data_commands, head_commands, report_command
+from eyas.recipes.arguments import OverridesArgument, RecipeArgument
 from eyas.train.preemption import EXIT_REQUEUE, Preempted
 
 if TYPE_CHECKING:
@@ -127,29 +127,25 @@ def export(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
 
 
 @app.command()
-def score(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
-    """Run up to the measurement in vLLM and the report."""
-    _run_and_show(recipe, overrides)
-
-
-@app.command()
-def report(
-    source: Annotated[
-        str,
-        typer.Argument(help="Score directory, run directory, or recipe.", autocompletion=complete_recipe),
-    ],
+def score(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    repeats: Annotated[
+        int | None, typer.Option("--repeats", min=1, help="Fresh starts of each arm (score.starts_per_arm).")
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option("--budget", help="Minutes to fill with starts, --repeats at least (score.budget_minutes)."),
+    ] = None,
 ) -> None:
-    """Make the report again from the raw records, without an engine."""
-    from eyas.eval.report.build import build_report
-    from eyas.recipes.stage import MANIFEST, refresh_files
-
-    score_dir = _find_score_dir(source)
-    results = build_report(score_dir)
-    if (score_dir / MANIFEST).is_file():
-        refresh_files(score_dir)
-    _show_results(results, score_dir=score_dir)
+    """Run up to the measurement in vLLM and the report. A finished session is continued when more starts are asked for."""
+    asked = {"score.starts_per_arm": repeats, "score.budget_minutes": budget}
+    more = [f"{key}={value}" for key, value in asked.items() if value is not None]
+    _run_and_show(recipe, [*(overrides or []), *more])
 
 
+app.command()(report_command.report)
+app.command()(ceiling_command.ceiling)
 app.command()(data_commands.plan)
 app.command()(data_commands.presets)
 app.command()(head_commands.check)
@@ -247,25 +243,4 @@ def _run_and_show(recipe: str, overrides: list[str] | None) -> None:
 
     finished = run_until(_load(recipe, overrides), last="score", say=typer.echo)
     score_dir = finished.directory("score")
-    _show_results(read_json(score_dir / "results.json"), score_dir=score_dir)
-
-
-def _show_results(results: dict[str, Any], *, score_dir: Path) -> None:
-    from eyas.eval.report.words import terminal_table
-
-    typer.echo(terminal_table(results))
-    typer.echo(f"report: {score_dir / 'report.html'}")
-
-
-def _find_score_dir(source: str) -> Path:
-    """Score directory that `source` means: itself, inside a run directory, or of a recipe."""
-    directory = Path(source).expanduser()
-    if not directory.is_dir():
-        directory = _load(source, None).run_directory
-    for candidate in (directory, directory / "score"):
-        if (candidate / "starts").is_dir():
-            return candidate
-    raise ValueError(
-        f"{directory} holds no raw records (a folder 'starts'); "
-        "run `eyas score RECIPE` first, or name a score directory"
-    )
+    report_command.show_results(read_json(score_dir / "results.json"), score_dir=score_dir)

@@ -28,7 +28,7 @@ def export_stage(run: Run) -> Stage:
             dtype=DTYPES[dtype],
             to=form,
             verifier=_target_name(run),
-            draft_tokens=recipe.score.draft_lengths[0],
+            draft_tokens=recipe.score.main_draft_length,
             card=_card(run),
             trust_remote_code=recipe.target.trust_remote_code,
         )
@@ -37,7 +37,7 @@ def export_stage(run: Run) -> Stage:
     settings = recipe.export.model_dump(mode="json") | {
         "dtype": dtype,
         "target": recipe.target.model_dump(mode="json"),
-        "draft_tokens": recipe.score.draft_lengths[0],
+        "draft_tokens": recipe.score.main_draft_length,
         "name": recipe.name,
         "training": _told_settings(recipe),
     }
@@ -85,5 +85,5 @@ def _card(run: Run) -> str:
         heldout=heldout,
         coverage=heldout["draft_coverage_heldout"],
         to=recipe.export.format,
-        draft_tokens=recipe.score.draft_lengths[0],
+        draft_tokens=recipe.score.main_draft_length,
     )

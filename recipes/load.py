@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 
 from eyas.recipes.keys import listed_keys, valid_keys
 from eyas.recipes.schema import Recipe
+from eyas.recipes.schema_score import MOVED
 
 BUILTIN_SCHEME = "builtin:"
 
@@ -149,6 +150,9 @@ def _apply_override(values: dict[str, Any], *, override: str) -> None:
     valid = valid_keys()
     if any(name.startswith(f"{key}.") for name in valid):
         raise ValueError(f"{key}: is a section; set its fields one by one, as {key}.field=value")
+    section, _, field = key.partition(".")
+    if section == "score" and field in MOVED:
+        raise ValueError(f"{key}: is now {MOVED[field]}")
     if key not in valid:
         raise ValueError(f"{key}: unknown key{_hint(key, valid=valid)}")
     if not text.strip():

@@ -62,7 +62,8 @@ def make_plan(recipe: Recipe, *, options: PlanOptions) -> Plan:
         lines += [*_token_lines(found), *_store_lines(facts), *_memory_lines(facts, devices=options.devices)]
         lines += _time_lines(facts, options=options)
     else:
-        lines.append(f"head:           {recipe.score.head}, as it is")
+        head = recipe.score.head if recipe.score.draft_lengths else None
+        lines.append(f"head:           {'none, only other arms' if head is None else f'{head}, as it is'}")
     lines.append(
         f"score memory:   {_gib(size.weight_bytes)} weights + {recipe.score.kv_cache_gib} GiB KV cache (CPU) + the head, "
         "per engine; one engine at a time"

@@ -30,17 +30,25 @@ class Run:
     def directory(self, stage: str) -> Path:
         """Where a stage's files lie; the extract stage is named after what it makes.
 
-        A head from elsewhere is measured in a directory of its own, so that the run's own measurement stays.
+        A head from elsewhere, and arms without a head, are measured in directories of their own, so that the run's own
+        measurement stays.
         """
         if stage == "score" and self.recipe.score.head is not None:
             head = Path(self.recipe.score.head).expanduser().resolve()
             return self.run_dir / f"score-{head.name}-{fingerprint(str(head))[:6]}"
+        if stage == "score" and not self.recipe.score.draft_lengths:
+            return self.run_dir / "score-without-head"
         return self.run_dir / ("features" if stage == "extract" else stage)
 
     @property
     def conversations(self) -> Path:
         """The conversation file to prepare: with the target's answers when they were made anew, or as collected."""
         return self.directory("regenerate" if self.recipe.data.regenerate else "collect") / CONVERSATIONS_FILE
+
+
+def scores_own_head(recipe: Recipe) -> bool:
+    """Whether the score stage measures the head that this run trains, and not one from elsewhere or none at all."""
+    return recipe.score.head is None and bool(recipe.score.draft_lengths)
 
 
 def data_stage_names(recipe: Recipe) -> list[str]:
@@ -64,8 +72,8 @@ def stage_names(recipe: Recipe, *, last: str) -> list[str]:
                 "or `eyas train`"
             )
         names.remove("extract")
-    if last == "score" and recipe.score.head is not None:
-        names = ["score"]  # a head from elsewhere: nothing is made before it is measured
+    if last == "score" and not scores_own_head(recipe):
+        names = ["score"]  # nothing is made before it is measured
     return [*data_stage_names(recipe), *names]
 
 

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from eyas.recipes.schema_data import Data
 from eyas.recipes.schema_features import Features
 from eyas.recipes.schema_head import Head, Init
+from eyas.recipes.schema_score import Score
 from eyas.recipes.schema_train import Tracking, Train
-from eyas.recipes.section import DType, Number, Section, Threads
-
-HUMANEVAL_SIZE = 164
+from eyas.recipes.section import Section
 
 _PACKAGE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
@@ -51,56 +50,6 @@ class Export(Section):
     """The form in which the head leaves."""
 
     format: Literal["vllm", "speculators", "eagle-repo"] = Field(default="vllm", description="directory format")
-
-
-class Score(Section):
-    """Measurement in real vLLM: plain decoding against the head."""
-
-    head: str | None = Field(
-        default=None, min_length=1, description="measure this head directory as it is; nothing is trained or exported"
-    )
-    draft_lengths: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        default=(3, 1),
-        strict=False,
-        min_length=1,
-        description="drafted tokens k to measure, the main one first",
-    )
-    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        default=(1, 2, 4, 8, 16, 32), strict=False, min_length=1, description="concurrent sequences to measure at"
-    )
-    starts_per_arm: int = Field(default=2, ge=1, description="fresh engine processes per arm")
-    requests_per_batch_slot: int = Field(default=2, ge=1, description="requests per concurrent sequence")
-    min_requests: int = Field(default=6, ge=1, description="requests of a cell at least")
-    max_tokens: int = Field(default=64, gt=0, description="answer tokens of one timed request")
-    temperature: Number = Field(default=0.0, ge=0, description="sampling temperature; 0 = greedy")
-    seed: int = Field(default=0, ge=0, description="seed of request order and sampling")
-    humaneval_requests: int = Field(default=32, ge=0, le=HUMANEVAL_SIZE, description="HumanEval prompts; 0 = none")
-    dtype: DType = Field(default="bfloat16", description="of the timed engines")
-    max_model_len: int = Field(default=1024, gt=0, description="longest prompt plus answer, in tokens")
-    enforce_eager: bool = Field(default=True, description="no graph capture or compilation in vLLM")
-    threads: Threads = Field(default=None, description="OpenMP threads of vLLM on CPU; null = all cores")
-    kv_cache_gib: int = Field(default=2, ge=1, description="KV cache of vLLM on CPU, in GiB")
-    timeout_s: int = Field(default=900, gt=0, description="seconds after which one engine process counts as hung")
-    fidelity_requests: int = Field(default=32, ge=1, description="greedy requests compared token by token")
-    fidelity_max_tokens: int = Field(default=128, gt=0, description="answer tokens of one compared request")
-    fidelity_dtype: DType = Field(default="float32", description="of the engines whose outputs are compared")
-
-    @field_validator("draft_lengths", "batch_sizes")
-    @classmethod
-    def _check_distinct(cls, values: tuple[int, ...]) -> tuple[int, ...]:
-        if len(set(values)) != len(values):
-            raise ValueError("values must be distinct")
-        return values
-
-    @model_validator(mode="after")
-    def _check_lengths(self) -> Self:
-        for field, tokens in (("max_tokens", self.max_tokens), ("fidelity_max_tokens", self.fidelity_max_tokens)):
-            if tokens >= self.max_model_len:
-                raise ValueError(
-                    f"{field} {tokens} leaves no room for a prompt in max_model_len {self.max_model_len}; "
-                    "lower it or raise max_model_len"
-                )
-        return self
 
 
 class Recipe(Section):

@@ -1,87 +1,151 @@
-"""The last stage of a run: the head in real vLLM beside plain decoding."""
+"""The last stage of a run: the head in real vLLM beside plain decoding and other ways of drafting."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from eyas.heads.files import fingerprint_directory, fingerprint_file, read_json, write_json
-from eyas.recipes.run import Run, available_cores, data_stage_names, stage_names
-from eyas.recipes.stage import Stage, output_fingerprint, read_manifest, refresh_files, without
+from eyas.recipes.run import Run, available_cores, data_stage_names, scores_own_head, stage_names
+from eyas.recipes.score_settings import (
+    checks_of,
+    engine_of,
+    load_of,
+    prompt_file,
+    repeats_of,
+    resolved_arm,
+    sources_of,
+    template_options,
+)
+from eyas.recipes.stage import MANIFEST, Stage, output_fingerprint, read_manifest, refresh_files, without
 from eyas.recipes.tracked import tracking_settings
+
+if TYPE_CHECKING:
+    from eyas.eval.lossless.run import Predict
+    from eyas.eval.settings import Subject
+
+MORE_STARTS = ("starts_per_arm", "budget_minutes")
+"""Settings by which a session is only longer: its finished starts stay when they change."""
 
 
 def score_stage(run: Run) -> Stage:
     """Real vLLM with and without the head, and the report on it."""
-    score_settings = run.recipe.score
-    given = score_settings.head
-    head_dir = run.directory("export") if given is None else Path(given).expanduser()
-    threads = score_settings.threads or available_cores()
+    head_dir = scored_head(run)
+    name = run.directory("score").name
+    settings = score_settings(run)
+    inputs = score_inputs(run, head_dir)
 
     def body(out_dir: Path) -> dict[str, Any]:
         from eyas.eval.score import score
-        from eyas.heads.prediction import acceptance_predictor
 
-        method = servable_kind(
-            head_dir, target_dir=run.target_dir, trust_remote_code=run.recipe.target.trust_remote_code
-        )
+        subject = _subject(run, head_dir)
+        adopt_starts(run.directory("score"), out_dir, settings=settings, inputs=inputs)
         counts = score(
             out_dir,
-            target_dir=run.target_dir,
-            trust_remote_code=run.recipe.target.trust_remote_code,
-            template_options=run.recipe.data.template_options,
-            head_dir=head_dir,
-            method=method,
-            draft_lengths=list(score_settings.draft_lengths),
-            batch_sizes=list(score_settings.batch_sizes),
-            starts_per_arm=score_settings.starts_per_arm,
-            requests_per_batch_slot=score_settings.requests_per_batch_slot,
-            min_requests=score_settings.min_requests,
-            max_tokens=score_settings.max_tokens,
-            temperature=score_settings.temperature,
-            seed=score_settings.seed,
-            humaneval_requests=score_settings.humaneval_requests,
-            dtype=score_settings.dtype,
-            max_model_len=score_settings.max_model_len,
-            enforce_eager=score_settings.enforce_eager,
-            threads=threads,
-            kv_cache_gib=score_settings.kv_cache_gib,
-            timeout_s=score_settings.timeout_s,
-            fidelity_requests=score_settings.fidelity_requests,
-            fidelity_max_tokens=score_settings.fidelity_max_tokens,
-            fidelity_dtype=score_settings.fidelity_dtype,
-            heldout_path=run.conversations,
-            predict=acceptance_predictor(
-                head_dir,
-                target_dir=run.target_dir,
-                draft_length=max(score_settings.draft_lengths),
-                dtype=score_settings.fidelity_dtype,
-                trust_remote_code=run.recipe.target.trust_remote_code,
-            ),
+            subject=subject,
+            sources=sources_of(run),
+            load=load_of(run.recipe.score),
+            repeats=repeats_of(run.recipe.score),
+            engine=engine_of(run.recipe.score),
+            checks=checks_of(run.recipe.score),
+            predict=_predict(run, head_dir),
             context=score_context(run),
+            say=lambda line: typer.echo(f"score: {line}"),
         )
-        if given is None:
+        if scores_own_head(run.recipe):
             _track_report(run, out_dir)
         return counts
 
-    settings = without(score_settings.model_dump(mode="json"), {"timeout_s", "head"}) | {
-        "threads": threads,
-        "template_options": run.recipe.data.template_options,
-    }
-    inputs = {
-        "target": run.target_fingerprint,
-        "head": output_fingerprint(head_dir) if given is None else head_fingerprint(head_dir),
-        "conversations": fingerprint_file(run.conversations),
-    }
     return Stage(
-        name=run.directory("score").name,
+        name=name,
         settings=settings,
         inputs=inputs,
         body=body,
         refresh=lambda directory: _refresh_report(run, directory),
+    )
+
+
+def scored_head(run: Run) -> Path | None:
+    """The head directory that is measured; None when only other arms are."""
+    if not run.recipe.score.draft_lengths:
+        return None
+    given = run.recipe.score.head
+    return run.directory("export") if given is None else Path(given).expanduser()
+
+
+def score_settings(run: Run) -> dict[str, Any]:
+    """The settings that change what is measured, with machine-dependent defaults filled in."""
+    score = run.recipe.score
+    return without(score.model_dump(mode="json"), {"timeout_s", "head"}) | {
+        "threads": score.threads or available_cores(),
+        "template_options": template_options(run),
+    }
+
+
+def score_inputs(run: Run, head_dir: Path | None) -> dict[str, str]:
+    """Fingerprints of everything that the stage reads."""
+    inputs = {"target": run.target_fingerprint, "conversations": fingerprint_file(run.conversations)}
+    if head_dir is not None:
+        own = scores_own_head(run.recipe)
+        inputs["head"] = output_fingerprint(head_dir) if own else head_fingerprint(head_dir)
+    for name, prompts in run.recipe.score.prompt_sets.items():
+        inputs[f"prompt set {name}"] = fingerprint_file(prompt_file(name, prompts.path))
+    return inputs
+
+
+def adopt_starts(finished: Path, out_dir: Path, *, settings: dict[str, Any], inputs: dict[str, str]) -> None:
+    """Begin with the starts of a finished session that differs from this one in its number of starts only.
+
+    The session's id comes along, so that the longer session is the shorter one continued.
+    """
+    if any((out_dir / "starts").glob("*")) or not (finished / MANIFEST).is_file():
+        return
+    manifest = read_manifest(finished)
+    same = without(manifest["settings"], MORE_STARTS) == json.loads(json.dumps(without(settings, MORE_STARTS)))
+    if not same or manifest["inputs"] != inputs:
+        return
+    for name in ("starts", "instrument", "lossless", "open_loop"):
+        if (finished / name).is_dir():
+            shutil.copytree(finished / name, out_dir / name, dirs_exist_ok=True)
+    shutil.copy2(finished / "session.json", out_dir / "session.json")
+
+
+def _subject(run: Run, head_dir: Path | None) -> Subject:
+    """What is measured. A head that the engine could not serve on this target is refused here, before any engine starts."""
+    from eyas.eval.settings import Subject
+
+    score, trust = run.recipe.score, run.recipe.target.trust_remote_code
+    method = None
+    if head_dir is not None:
+        method = servable_kind(head_dir, target_dir=run.target_dir, trust_remote_code=trust)
+    return Subject(
+        target_dir=run.target_dir,
+        trust_remote_code=trust,
+        head_dir=head_dir,
+        method=method,
+        draft_lengths=score.draft_lengths,
+        others={name: resolved_arm(config) for name, config in score.arms.items()},
+        schedule=score.schedule,
+    )
+
+
+def _predict(run: Run, head_dir: Path | None) -> Predict | None:
+    """Offline acceptance of the head at its longest chain."""
+    from eyas.heads.prediction import acceptance_predictor
+
+    score = run.recipe.score
+    if head_dir is None:
+        return None
+    return acceptance_predictor(
+        head_dir,
+        target_dir=run.target_dir,
+        draft_length=max(score.draft_lengths),
+        dtype=score.lossless.dtype,
+        trust_remote_code=run.recipe.target.trust_remote_code,
     )
 
 
@@ -138,20 +202,27 @@ def head_fingerprint(head_dir: Path) -> str:
 
 def score_context(run: Run) -> dict[str, Any]:
     """What a report tells about where the head comes from: the recipe, and each earlier stage's counts and seconds."""
-    from eyas.train.tracking import METRICS_NAME, read_metrics
-
-    if run.recipe.score.head is not None:
-        made = data_stage_names(run.recipe)
-        metrics: list[dict[str, Any]] = []
-    else:
-        made = stage_names(run.recipe, last="export")
-        metrics = read_metrics(run.directory("train") / METRICS_NAME)
+    own = scores_own_head(run.recipe)
+    made = stage_names(run.recipe, last="export") if own else data_stage_names(run.recipe)
     manifests = {name: read_manifest(run.directory(name)) for name in made}
+    head = scored_head(run)
     return {
         "name": run.recipe.name,
-        "head": str(run.directory("export") if run.recipe.score.head is None else run.recipe.score.head),
-        "training": {"metrics": metrics},
+        "head": None if head is None else str(head),
+        "training": _training(run) if own else {"metrics": [], "heldout": None},
         "recipe": run.recipe.model_dump(mode="json"),
         "target": {"directory": str(run.target_dir), "fingerprint": run.target_fingerprint},
         "stages": {name: {key: found[key] for key in ("counts", "seconds")} for name, found in manifests.items()},
+    }
+
+
+def _training(run: Run) -> dict[str, Any]:
+    """Metrics of the training, and what it measured on held-out conversations at the end (heldout.json), if it did."""
+    from eyas.train.tracking import METRICS_NAME, read_metrics
+
+    directory = run.directory("train")
+    heldout = directory / "heldout.json"
+    return {
+        "metrics": read_metrics(directory / METRICS_NAME),
+        "heldout": read_json(heldout) if heldout.is_file() else None,
     }

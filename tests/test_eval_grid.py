@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from eyas.eval.grid import Arm, order_of_starts, read_failures, run_grid
+from eyas.eval.arms import PLAIN, Arm
+from eyas.eval.grid import FIRST_OF_SCHEDULE, order_of_starts, plan_turns, read_failures, require_both_sides, run_grid
 from eyas.eval.launch import Launcher
 from eyas.eval.plan import CellPlan, StartPlan, read_plan
 from eyas.eval.records import read_starts
@@ -15,8 +18,10 @@ from eyas.eval.workload import Request
 from eyas.heads.files import read_json, write_json
 
 HEAD = {"method": "eagle3", "model": "head", "num_speculative_tokens": 3}
-ARMS = [Arm("ar", None, 0), Arm("k3", HEAD, 3)]
+K3, K1 = Arm("k3", "head", HEAD), Arm("k1", "head", {**HEAD, "num_speculative_tokens": 1})
+ARMS = [PLAIN, K3]
 REQUESTS = [Request("heldout", "p0", [1, 2])]
+CELL = CellPlan("heldout", 1, 0.0, 8, 0, REQUESTS)
 PLAN = StartPlan(
     target_dir="target",
     trust_remote_code=False,
@@ -26,130 +31,215 @@ PLAN = StartPlan(
     enforce_eager=True,
     stop_token_ids=[2],
     warmup=[3],
-    cells=[CellPlan("heldout", 1, 0.0, 8, 0, REQUESTS)],
+    cells=[CELL, replace(CELL, batch_size=2)],
+    session="session-0",
 )
-
-FAKE_WORKER = """
-import json, sys, time
-from pathlib import Path
-plan, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-behaviour = {behaviour!r}.get(plan["arm"], "work")
-print("progress of", plan["arm"], flush=True)
-if behaviour == "crash":
-    sys.exit("out of memory")
-if behaviour == "hang":
-    out.with_name(out.name + ".partial").write_text("half")
-    print("hanging", flush=True)
-    time.sleep(600)
-request = dict(kind="request", cell=0, dataset="heldout", batch_size=1, prompt_id="p0", n_in=2, n_out=1, t_submit=0.0,
-    t_first=1.0, t_finish=1.0, chunk_times=[1.0], chunk_sizes=[1], token_ids=[5], finish_reason="stop",
-    per_step_accepted=None, per_step_drafted=None)
-cell = dict(kind="cell", cell=0, dataset="heldout", batch_size=1, temperature=0.0, max_tokens=8, makespan=1.0,
-    mean_running=1.0, counters={{}})
-description = dict(arm=plan["arm"], start=plan["start"], speculative_config=plan["speculative_config"])
-if behaviour != "nothing":
-    out.with_suffix(".json").write_text(json.dumps(description))
-    out.write_text(json.dumps(request) + "\\n" + json.dumps(cell) + "\\n")
-"""
+WORKER = Path(__file__).with_name("fake_worker.py")
 
 
 class Recorder:
     """A launcher on a fake worker, and the progress lines it relayed."""
 
-    def __init__(self, directory: Path, behaviour: dict[str, str] | None = None, *, timeout_s: float = 60) -> None:
+    def __init__(self, behaviour: dict[str, str] | None = None, *, timeout_s: float = 60) -> None:
         self.lines: list[str] = []
-        script = directory / "worker.py"
-        script.write_text(FAKE_WORKER.format(behaviour=behaviour or {}))
-        self.launcher = Launcher(dict(os.environ), timeout_s, self.relay, (sys.executable, str(script)))
+        environment = dict(os.environ) | {"FAKE_BEHAVIOUR": json.dumps(behaviour or {})}
+        self.launcher = Launcher(environment, timeout_s, self.lines.append, (sys.executable, str(WORKER)))
 
-    def relay(self, line: str) -> None:
-        self.lines.append(line)
+    def started(self) -> list[str]:
+        return [line.split()[-1] for line in self.lines if line.startswith("progress")]
 
-    def count(self) -> int:
-        return sum(line.startswith("progress") for line in self.lines)
+    def run(self, directory: Path, arms: list[Arm], *, starts: int, protocol: str = "starts") -> int:
+        plan = replace(PLAN, protocol=protocol)
+        turns = plan_turns(arms, protocol=plan.protocol, starts_per_arm=starts)
+        return run_grid(directory, plan=plan, turns=turns, launcher=self.launcher)
 
 
 def test_order_alternates() -> None:
-    arms = [Arm("ar", None, 0), Arm("k3", HEAD, 3), Arm("k1", HEAD, 1)]
-    names = [arm.name for arm in order_of_starts(arms, starts_per_arm=3)]
+    names = [arm.name for arm in order_of_starts([PLAIN, K3, K1], starts_per_arm=3)]
     assert names == ["ar", "k3", "k1", "k1", "k3", "ar", "ar", "k3", "k1"]
 
 
+def test_turns_count_starts_and_rounds() -> None:
+    turns = plan_turns(ARMS, protocol="starts", starts_per_arm=2)
+    assert [(turn.arms[0].name, turn.start, turn.round) for turn in turns] == [
+        ("ar", 0, 0),
+        ("k3", 1, 0),
+        ("k3", 2, 1),
+        ("ar", 3, 1),
+    ]
+
+
+def test_side_by_side_every_arm_gets_pairs_with_plain_decoding_loaded_first_in_turn() -> None:
+    turns = plan_turns([PLAIN, K3, K1], protocol="side-by-side", starts_per_arm=2)
+    assert [[arm.name for arm in turn.arms] for turn in turns] == [
+        ["ar", "k3"],
+        ["ar", "k1"],
+        ["k1", "ar"],
+        ["k3", "ar"],
+    ]
+    assert [turn.round for turn in turns] == [0, 1, 2, 3]
+    assert [turn.start for turn in turns] == [0, 2, 4, 6]
+
+
 def test_plan_survives_its_file(tmp_path: Path) -> None:
-    write_json(tmp_path / "plan.json", PLAN.to_json())
-    assert read_plan(tmp_path / "plan.json") == PLAN
+    plan = replace(PLAN, arm="k3", kind="head", speculative_config=HEAD, beside="ar", blocks=3)
+    write_json(tmp_path / "plan.json", plan.to_json())
+    assert read_plan(tmp_path / "plan.json") == plan
 
 
 def test_all_starts_run_and_a_second_call_runs_none(tmp_path: Path) -> None:
-    order = order_of_starts(ARMS, starts_per_arm=2)
-    first = Recorder(tmp_path)
-    assert run_grid(tmp_path / "starts", plan=PLAN, order=order, launcher=first.launcher) == 4
-    starts = read_starts(tmp_path / "starts")
-    assert [(start.arm, start.start, start.draft_length) for start in starts] == [
-        ("ar", 0, 0),
-        ("k3", 1, 3),
-        ("k3", 2, 3),
-        ("ar", 3, 0),
+    first = Recorder()
+    assert first.run(tmp_path, ARMS, starts=2) == 4
+    starts = read_starts(tmp_path)
+    assert [(start.arm, start.kind, start.start, start.round, start.draft_length) for start in starts] == [
+        ("ar", "ar", 0, 0, 0),
+        ("k3", "head", 1, 0, 3),
+        ("k3", "head", 2, 1, 3),
+        ("ar", "ar", 3, 1, 0),
     ]
-    assert first.count() == 4
-    again = Recorder(tmp_path)
-    assert run_grid(tmp_path / "starts", plan=PLAN, order=order, launcher=again.launcher) == 4
-    assert again.count() == 0
+    assert first.started() == ["ar", "k3", "k3", "ar"]
+    again = Recorder()
+    assert again.run(tmp_path, ARMS, starts=2) == 4
+    assert again.started() == []
+
+
+def test_more_starts_continue_a_finished_order(tmp_path: Path) -> None:
+    Recorder().run(tmp_path, ARMS, starts=1)
+    longer = Recorder()
+    assert longer.run(tmp_path, ARMS, starts=2) == 4
+    assert longer.started() == ["k3", "ar"]
 
 
 def test_a_killed_session_continues_with_the_missing_starts(tmp_path: Path) -> None:
-    order = order_of_starts(ARMS, starts_per_arm=2)
-    run_grid(tmp_path / "starts", plan=PLAN, order=order, launcher=Recorder(tmp_path).launcher)
-    (tmp_path / "starts" / "002-k3.jsonl").unlink()
-    again = Recorder(tmp_path)
-    assert run_grid(tmp_path / "starts", plan=PLAN, order=order, launcher=again.launcher) == 4
-    assert again.lines == ["progress of k3\n"]
+    Recorder().run(tmp_path, ARMS, starts=2)
+    (tmp_path / "002-k3.jsonl").unlink()
+    again = Recorder()
+    assert again.run(tmp_path, ARMS, starts=2) == 4
+    assert again.started() == ["k3"]
 
 
-def test_starts_of_another_order_are_removed(tmp_path: Path) -> None:
-    launcher = Recorder(tmp_path).launcher
-    run_grid(tmp_path / "starts", plan=PLAN, order=order_of_starts(ARMS, starts_per_arm=2), launcher=launcher)
-    run_grid(tmp_path / "starts", plan=PLAN, order=order_of_starts(ARMS, starts_per_arm=1), launcher=launcher)
-    assert len(read_starts(tmp_path / "starts")) == 2
+def test_starts_of_another_order_are_removed_and_those_of_the_other_phase_stay(tmp_path: Path) -> None:
+    Recorder().run(tmp_path, ARMS, starts=2)
+    schedule = plan_turns(ARMS, protocol="starts", starts_per_arm=1, first_start=FIRST_OF_SCHEDULE)
+    run_grid(tmp_path, plan=PLAN, turns=schedule, launcher=Recorder().launcher, phase="schedule")
+    Recorder().run(tmp_path, ARMS, starts=1)
+    assert [(start.start, start.phase) for start in read_starts(tmp_path)] == [
+        (0, "grid"),
+        (1, "grid"),
+        (500, "schedule"),
+        (501, "schedule"),
+    ]
+    run_grid(tmp_path, plan=PLAN, turns=[], launcher=Recorder().launcher, phase="schedule")
+    assert len(read_starts(tmp_path)) == 2
 
 
 def test_a_failed_start_costs_only_itself_and_is_tried_again(tmp_path: Path) -> None:
-    order = order_of_starts([*ARMS, Arm("k1", HEAD, 1)], starts_per_arm=1)
-    broken = Recorder(tmp_path, {"k1": "crash"})
-    assert run_grid(tmp_path / "starts", plan=PLAN, order=order, launcher=broken.launcher) == 2
-    (failure,) = read_failures(tmp_path / "starts")
-    assert failure == {"arm": "k1", "start": 2, "reason": "exit code 1", "log_tail": ["out of memory"]}
-    assert run_grid(tmp_path / "starts", plan=PLAN, order=order, launcher=Recorder(tmp_path).launcher) == 3
-    assert read_failures(tmp_path / "starts") == []
+    arms = [*ARMS, K1]
+    assert Recorder({"k1": "crash"}).run(tmp_path, arms, starts=1) == 2
+    (failure,) = read_failures(tmp_path)
+    assert failure == {
+        "arm": "k1",
+        "start": 2,
+        "reason": "exit code 1",
+        "kept_blocks": 0,
+        "log_tail": ["out of memory"],
+    }
+    require_both_sides(tmp_path)
+    assert Recorder().run(tmp_path, arms, starts=1) == 3
+    assert read_failures(tmp_path) == []
 
 
-@pytest.mark.parametrize(("arm", "side"), [("ar", "plain decoding"), ("k3", "the head")])
-def test_one_side_failing_altogether_is_an_error_that_names_the_log(tmp_path: Path, arm: str, side: str) -> None:
-    order = order_of_starts(ARMS, starts_per_arm=2)
-    with pytest.raises(ValueError, match=rf"every start of {side}.*{arm}\.log"):
-        run_grid(tmp_path / "starts", plan=PLAN, order=order, launcher=Recorder(tmp_path, {arm: "crash"}).launcher)
+def test_an_engine_that_dies_in_the_middle_keeps_its_finished_cells(tmp_path: Path) -> None:
+    assert Recorder({"k3": "half"}).run(tmp_path, ARMS, starts=1) == 1
+    plain, drafted = read_starts(tmp_path)
+    assert [len(plain.cells), len(drafted.cells)] == [2, 1]
+    assert [failure["kept_blocks"] for failure in read_failures(tmp_path)] == [1]
+    again = Recorder()
+    assert again.run(tmp_path, ARMS, starts=1) == 2
+    assert again.started() == ["k3"]
+    assert [len(start.cells) for start in read_starts(tmp_path)] == [2, 2]
+
+
+def test_an_arm_that_keeps_failing_is_given_up_and_the_others_go_on(tmp_path: Path) -> None:
+    recorder = Recorder({"k1": "crash"})
+    assert recorder.run(tmp_path, [*ARMS, K1], starts=4) == 8
+    assert recorder.started().count("k1") == 2
+    assert any("not started: it failed 2 times" in line for line in recorder.lines)
+
+
+def test_without_plain_decoding_there_is_nothing_to_compare_and_the_grid_stops(tmp_path: Path) -> None:
+    recorder = Recorder({"ar": "crash"})
+    recorder.run(tmp_path, ARMS, starts=4)
+    assert recorder.started() == ["ar", "k3", "k3", "ar"]
+    with pytest.raises(ValueError, match=r"every start of plain decoding.*ar\.log"):
+        require_both_sides(tmp_path)
+
+
+def test_all_other_arms_failing_is_an_error_that_names_the_log(tmp_path: Path) -> None:
+    Recorder({"k3": "crash"}).run(tmp_path, ARMS, starts=2)
+    with pytest.raises(ValueError, match=r"every start of the other arms.*k3\.log"):
+        require_both_sides(tmp_path)
 
 
 def test_a_worker_that_writes_nothing_has_failed(tmp_path: Path) -> None:
-    assert not Recorder(tmp_path, {"ar": "nothing"}).launcher.run(PLAN, tmp_path / "000-ar")
+    assert not Recorder({"ar": "nothing"}).launcher.run(PLAN, tmp_path / "000-ar")
     assert read_json(tmp_path / "000-ar.failed.json")["reason"] == "ended without writing its result"
 
 
-def test_a_hanging_worker_is_ended_at_its_time_limit(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, {"ar": "hang"}, timeout_s=1.5)
-    assert not recorder.launcher.run(PLAN, tmp_path / "000-ar")
-    assert read_json(tmp_path / "000-ar.failed.json")["reason"] == "timed out after 1.5 s"
+@pytest.mark.parametrize("protocol", ["starts", "side-by-side"])
+def test_a_hanging_worker_is_ended_at_its_time_limit(tmp_path: Path, protocol: str) -> None:
+    recorder = Recorder({"k3": "hang"}, timeout_s=1.5)
+    recorder.run(tmp_path, ARMS, starts=1, protocol=protocol)
+    reason = read_json(tmp_path / "001-k3.failed.json")["reason"]
+    assert reason == f"timed out after {1.5 if protocol == 'starts' else 3:g} s"
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_ctrl_c_ends_the_worker_and_leaves_nothing_half_written(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, {"ar": "hang"})
+def interrupting(command: tuple[str, ...], behaviour: dict[str, str]) -> Launcher:
+    """A launcher whose user presses Ctrl-C as soon as a worker hangs."""
 
     def interrupt(line: str) -> None:
         if line.startswith("hanging"):
             os.kill(os.getpid(), signal.SIGINT)
 
-    launcher = Launcher(dict(os.environ), 60, interrupt, recorder.launcher.command)
+    return Launcher(dict(os.environ) | {"FAKE_BEHAVIOUR": json.dumps(behaviour)}, 60, interrupt, command)
+
+
+def test_ctrl_c_ends_the_worker_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    launcher = interrupting((sys.executable, str(WORKER)), {"ar": "hang"})
     with pytest.raises(KeyboardInterrupt):
         launcher.run(PLAN, tmp_path / "000-ar")
-    assert {path.name for path in tmp_path.iterdir()} == {"worker.py", "000-ar.plan.json", "000-ar.log"}
+    assert {path.name for path in tmp_path.iterdir()} == {"000-ar.plan.json", "000-ar.log", "000-ar.json"}
+
+
+def test_ctrl_c_ends_both_workers_of_a_pair(tmp_path: Path) -> None:
+    launcher = interrupting((sys.executable, str(WORKER)), {"k3": "hang"})
+    plan = replace(PLAN, protocol="side-by-side")
+    turns = plan_turns(ARMS, protocol="side-by-side", starts_per_arm=1)
+    with pytest.raises(KeyboardInterrupt):
+        run_grid(tmp_path, plan=plan, turns=turns, launcher=launcher)
+    assert not list(tmp_path.glob("*.jsonl*"))
+
+
+def test_blocks_of_a_pair_alternate_and_each_side_knows_its_partner(tmp_path: Path) -> None:
+    recorder = Recorder()
+    plan = replace(PLAN, protocol="side-by-side", blocks=2)
+    turns = plan_turns(ARMS, protocol="side-by-side", starts_per_arm=1)
+    assert run_grid(tmp_path, plan=plan, turns=turns, launcher=recorder.launcher) == 2
+    order = [line.split()[1] for line in recorder.lines if line.startswith("block")]
+    assert order == ["ar", "k3", "k3", "ar", "ar", "k3", "k3", "ar"]
+    plain, drafted = read_starts(tmp_path)
+    assert (plain.beside, drafted.beside, plain.round, drafted.round) == ("k3", "ar", 0, 0)
+    assert [(cell.batch_size, cell.block) for cell in drafted.cells] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    again = Recorder()
+    run_grid(tmp_path, plan=plan, turns=turns, launcher=again.launcher)
+    assert again.started() == []
+
+
+@pytest.mark.parametrize("behaviour", ["crash", "half", "nothing"])
+def test_a_pair_of_which_one_fails_is_void_as_a_whole(tmp_path: Path, behaviour: str) -> None:
+    recorder = Recorder({"k3": behaviour})
+    assert recorder.run(tmp_path, [*ARMS, K1], starts=1, protocol="side-by-side") == 2
+    assert [(start.arm, start.beside) for start in read_starts(tmp_path)] == [("ar", "k1"), ("k1", "ar")]
+    assert {failure["start"] for failure in read_failures(tmp_path)} == {0, 1}
+    assert Recorder().run(tmp_path, [*ARMS, K1], starts=1, protocol="side-by-side") == 4

@@ -7,8 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from eyas.eval.score import load_prompts
-from eyas.eval.workload import Workload, load_heldout, load_humaneval
+from eyas.eval.conversations import Turns, prompt_set_prompts
+from eyas.eval.prompts import Prompts, load_prompts
+from eyas.eval.settings import Load, PromptSet, PromptSources
+from eyas.eval.workload import Workload, load_heldout, load_humaneval, load_prompt_set
 from eyas.heads.chat import TargetChat
 
 
@@ -99,14 +101,105 @@ def test_missing_humaneval_package_says_how_to_go_on(monkeypatch: pytest.MonkeyP
         load_humaneval(CHAT, limit=3, max_prompt_tokens=10_000)
 
 
+LOAD = Load(
+    batch_sizes=(1, 4),
+    set_batch_sizes=(2,),
+    temperatures=(0.0,),
+    top_p=1.0,
+    top_k=0,
+    seed=0,
+    max_tokens=8,
+    fixed_length=False,
+    requests_per_batch_slot=2,
+    min_requests=1,
+)
+
+
+def sources(path: Path, sets: dict[str, PromptSet] | None = None) -> PromptSources:
+    return PromptSources(
+        heldout_path=path, heldout_turns="first", humaneval_requests=0, sets=sets or {}, template_options={}
+    )
+
+
+def load(path: Path, sets: dict[str, PromptSet] | None = None) -> Prompts:
+    return load_prompts(CHAT, sources=sources(path, sets), load=LOAD, at_least=0, max_prompt_tokens=99)
+
+
 def test_the_warmup_prompt_is_not_measured(tmp_path: Path) -> None:
     path = write(tmp_path / "c.jsonl", [conversation(str(n), f"q{n}", "x") for n in range(3)])
-    limits = {"heldout_requests": 9, "humaneval_requests": 0, "max_prompt_tokens": 99}
-    prompts = load_prompts(CHAT, heldout_path=path, **limits)
-    assert [each.prompt_id for each in prompts.measured] == ["0", "1"]
+    prompts = load(path)
+    assert [each.prompt_id for each in prompts.heldout] == ["0", "1"]
     assert "".join(map(chr, prompts.warmup)) == "u:q2|"
-    cells = prompts.cells({1: 1, 4: 8}, temperature=0.0, max_tokens=8, seed=0)
-    assert [(each.batch_size, len(each.requests)) for each in cells] == [(1, 1), (4, 2)]
+    assert [(each.batch_size, len(each.requests)) for each in prompts.cells(LOAD)] == [(1, 2), (4, 2)]
+    assert prompts.describe()["heldout"]["prompts"] == 2
     write(path, [conversation("0", "q0", "x")])
     with pytest.raises(ValueError, match="at least 2 held-out prompts"):
-        load_prompts(CHAT, heldout_path=path, **limits)
+        load(path)
+
+
+def test_all_turns_carry_the_recorded_history(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.jsonl", [conversation("a", "one", "1", "two", "2", system="S"), conversation("b", "q")])
+    workload = load_heldout(path, CHAT, limit=None, max_prompt_tokens=99, turns="all")
+    assert decoded(workload) == [
+        ("a#1", "s:S|u:one|"),
+        ("a#2", "s:S|u:one|a:1|u:two|"),
+        ("b#1", "u:q|"),
+    ]
+    assert [each.conversation for each in workload.requests] == ["a", "a", "b"]
+    assert {each.conversation for each in load_heldout(path, CHAT, limit=9, max_prompt_tokens=99).requests} == {None}
+
+
+def test_the_digest_is_of_token_ids_in_order(tmp_path: Path) -> None:
+    one = write(tmp_path / "1.jsonl", [conversation("a", "q1"), conversation("b", "q2")])
+    renamed = write(tmp_path / "2.jsonl", [conversation("x", "q1"), conversation("y", "q2")])
+    turned = write(tmp_path / "3.jsonl", [conversation("b", "q2"), conversation("a", "q1")])
+    digests = [load_heldout(path, CHAT, limit=None, max_prompt_tokens=99).digest for path in (one, renamed, turned)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ({"prompt": "hello"}, [("1", "u:hello|")]),
+        ({"id": "x", "prompt": "hello"}, [("x", "u:hello|")]),
+        ({"question_id": 81, "turns": ["one", "two"]}, [("81", "u:one|")]),
+        ({"messages": [{"role": "user", "content": "m"}]}, [("1", "u:m|")]),
+        ({"messages": [{"role": "user", "content": "m"}], "split": "train"}, []),
+    ],
+)
+def test_forms_of_a_prompt_set(tmp_path: Path, line: dict[str, Any], expected: list[tuple[str, str]]) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps(line) + "\n")
+    prompts = list(prompt_set_prompts(tmp_path / "p.jsonl", turns="first"))
+    texts = ["".join(map(chr, CHAT.prompt_ids(prompt.messages))) for prompt in prompts]
+    assert [(prompt.id, text) for prompt, text in zip(prompts, texts, strict=True)] == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "turns", "message"),
+    [
+        ("{broken\n", "first", r"p\.jsonl, line 1 is not JSON"),
+        ("[1]\n", "first", r"line 1 is not an object"),
+        ('{"prompt": "a"}\n{"text": "b"}\n', "first", "line 2 has no messages, prompt or turns"),
+        ('{"prompt": " "}\n', "first", "has no messages, prompt or turns"),
+        ('{"turns": ["a", "b"]}\n', "all", "set turns: first"),
+        ('{"messages": [{"role": "user"}]}\n', "first", "message without role and content"),
+    ],
+)
+def test_a_broken_prompt_set_is_named(tmp_path: Path, content: str, turns: Turns, message: str) -> None:
+    (tmp_path / "p.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        list(prompt_set_prompts(tmp_path / "p.jsonl", turns=turns))
+
+
+def test_prompt_sets_are_measured_at_their_own_batch_sizes_without_repetition(tmp_path: Path) -> None:
+    heldout = write(tmp_path / "c.jsonl", [conversation(str(n), f"q{n}", "x") for n in range(9)])
+    (tmp_path / "p.jsonl").write_text('{"prompt": "same"}\n{"prompt": "same"}\n{"prompt": "other"}\n')
+    prompts = load(heldout, {"own": PromptSet(path=tmp_path / "p.jsonl", turns="first", requests=None)})
+    assert [(cell.dataset, cell.batch_size, len(cell.requests)) for cell in prompts.cells(LOAD)] == [
+        ("heldout", 1, 2),
+        ("heldout", 4, 8),
+        ("own", 2, 2),
+    ]
+    assert prompts.describe()["own"]["duplicates"] == 1
+    with pytest.raises(ValueError, match=r"score\.prompt_sets\.own: .*holds no usable prompt"):
+        load_prompt_set("own", tmp_path / "p.jsonl", CHAT, limit=None, max_prompt_tokens=1, turns="first")

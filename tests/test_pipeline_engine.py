@@ -54,8 +54,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "dtype": "float32",
             "max_model_len": 256,
             "kv_cache_gib": 1,
-            "fidelity_requests": 4,
-            "fidelity_max_tokens": 24,
+            "time_split": False,
+            "lossless": {"requests": 4, "max_tokens": 24, "samples": 0},
         },
     }
     path = directory / "tiny.yaml"
@@ -86,8 +86,9 @@ def test_one_command_trains_exports_serves_and_reports(finished: tuple[Path, str
     last_line = output.rstrip().splitlines()[-1]
     assert str(run / "score" / "report.html") in last_line
     results = read_json(run / "score" / "results.json")
-    assert results["fidelity"]["lossless"]["identical"] == results["fidelity"]["lossless"]["requests"] == 4
-    parity = results["fidelity"]["parity"]
+    (greedy,) = results["lossless"]["L1"]["arms"]
+    assert greedy["identical"] == greedy["requests"] == 4
+    parity = results["parity"]
     assert parity["served"]["tau_step_weighted"] > 1.3
     assert parity["offline"]["drafts"] == parity["served"]["drafts"]
     assert parity["offline"]["marginal"] == pytest.approx(parity["served"]["marginal"], abs=0.02)
@@ -144,7 +145,7 @@ def test_a_head_from_elsewhere_is_scored_without_training(
     assert result.returncode == 0, result.stderr[-4000:]
     assert not (tmp_path / "run" / "train").exists()
     (scored,) = (tmp_path / "run").glob("score-*")
-    theirs, ours = (read_json(path / "results.json")["fidelity"]["parity"] for path in (scored, run / "score"))
+    theirs, ours = (read_json(path / "results.json")["parity"] for path in (scored, run / "score"))
     assert theirs["served"] == ours["served"]
     assert theirs["offline"] == ours["offline"]
 
@@ -157,8 +158,9 @@ def test_an_eagle_head_goes_the_same_way(recipe: Path, tmp_path: Path) -> None:
     result = _eyas("run", str(recipe), *overrides)
     assert result.returncode == 0, result.stderr[-4000:]
     results = read_json(tmp_path / "run" / "score" / "results.json")
-    assert results["fidelity"]["lossless"]["identical"] == results["fidelity"]["lossless"]["requests"] == 4
-    parity = results["fidelity"]["parity"]
+    (greedy,) = results["lossless"]["L1"]["arms"]
+    assert greedy["identical"] == greedy["requests"] == 4
+    parity = results["parity"]
     assert parity["offline"]["drafts"] == parity["served"]["drafts"]
     assert parity["offline"]["marginal"] == pytest.approx(parity["served"]["marginal"], abs=0.02)
     assert parity["served"]["tau_step_weighted"] > 1.1

@@ -5,42 +5,53 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
-from eyas.eval.grid import read_failures
 from eyas.eval.records import read_starts
-from eyas.eval.report.document import markdown
-from eyas.eval.report.sections import all_sections
-from eyas.eval.results import compute_results
-from eyas.heads.files import read_json, write_json, write_text
+from eyas.eval.report.comparison import compare_runs
+from eyas.eval.report.comparison_page import TITLE as COMPARISON_TITLE
+from eyas.eval.report.comparison_page import comparison_sections
+from eyas.eval.report.contents import all_sections
+from eyas.eval.report.curves import latency_curves
+from eyas.eval.report.document import Section, markdown
+from eyas.eval.report.page import html_page
+from eyas.eval.results import read_results, reported_cells
+from eyas.heads.files import write_json, write_text
 
-TITLE = "Does the draft head pay?"
+TITLE = "Does drafting pay?"
 
 
 def build_report(score_dir: Path) -> dict[str, Any]:
     """Recompute everything from the raw records in `score_dir`, write the three files there, return the results.
 
     Raises:
-        ValueError: the directory holds no finished start, or one of its files is broken.
+        ValueError: the directory holds no finished start, one of its files is broken, or it mixes two sessions.
     """
-    starts = read_starts(score_dir / "starts")
-    if not starts:
-        raise ValueError(f"{score_dir} holds no finished start, so there is nothing to report; run `eyas score` first")
-    fidelity_path = score_dir / "fidelity.json"
-    results = compute_results(
-        starts,
-        failures=read_failures(score_dir / "starts"),
-        fidelity=read_json(fidelity_path) if fidelity_path.is_file() else None,
-        protocol=read_json(score_dir / "protocol.json"),
-        context=read_json(score_dir / "context.json"),
-    )
-    write_json(score_dir / "results.json", results)
-    sections = all_sections(results)
+    results = collect_results(score_dir)
     name = results["context"].get("name")
-    title = f"{TITLE} {name}" if name else TITLE
-    write_text(score_dir / "report.md", markdown(title, sections))
-    loader = jinja2.PackageLoader("eyas.eval.report", package_path="")
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    page = environment.get_template("template.html.j2").render(title=title, sections=sections)
-    write_text(score_dir / "report.html", page)
+    _write(score_dir, "report", title=f"{TITLE} ({name})" if name else TITLE, sections=all_sections(results))
+    write_json(score_dir / "results.json", results)
     return results
+
+
+def collect_results(score_dir: Path) -> dict[str, Any]:
+    """All numbers of the report, from raw records; nothing is written."""
+    results = read_results(score_dir)
+    return results | {"latency_curves": latency_curves(reported_cells(read_starts(score_dir / "starts")))}
+
+
+def build_comparison(first: Path, second: Path, *, out_dir: Path | None) -> dict[str, Any]:
+    """Compare two score directories; with `out_dir` write comparison.json, .md and .html there.
+
+    Raises:
+        ValueError: as `build_report`.
+    """
+    comparison = compare_runs(collect_results(first), collect_results(second))
+    if out_dir is not None:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        _write(out_dir, "comparison", title=COMPARISON_TITLE, sections=comparison_sections(comparison))
+        write_json(out_dir / "comparison.json", comparison)
+    return comparison
+
+
+def _write(directory: Path, stem: str, *, title: str, sections: list[Section]) -> None:
+    write_text(directory / f"{stem}.md", markdown(title, sections))
+    write_text(directory / f"{stem}.html", html_page(title, sections))

@@ -1,89 +1,154 @@
-"""The results in plain words, and the table for the terminal."""
+"""The verdict in plain words, for somebody who runs a serving platform: where it pays, up to where, where it costs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from eyas.eval.report.document import number
+from eyas.eval.report.names import (
+    arm_label,
+    batch_sizes,
+    drafting_arms,
+    group_name,
+    groups,
+    is_control,
+    of_group,
+    size_list,
+)
+from eyas.eval.report.values import listing, times
 
-MAIN_DATASET = "heldout"
-DATASET_NAMES = {"heldout": "held-out chat", "humaneval": "HumanEval"}
+SUPPORTED, SLOWER, INCONCLUSIVE, REFUSED = "SUPPORTED", "SLOWER", "INCONCLUSIVE", "NOT SUPPORTED"
+MARKS = {SUPPORTED: "supported", SLOWER: "slower", REFUSED: "refused", INCONCLUSIVE: ""}
+"""Verdict -> style word of its table cell."""
+SIGNS = {
+    SUPPORTED: "\N{BLACK UP-POINTING TRIANGLE}",
+    SLOWER: "\N{BLACK DOWN-POINTING TRIANGLE}",
+    REFUSED: "\N{MULTIPLICATION SIGN}",
+}
+"""Verdict -> a sign that stands for it where colour is not seen."""
+
+Row = dict[str, Any]
 
 
-def verdict_sentences(results: dict[str, Any]) -> list[str]:
-    """Where the head is faster and where it is slower, one sentence per kind of verdict, the main dataset first."""
-    cells = [cell for cell in results["cells"] if cell["dataset"] == MAIN_DATASET]
-    faster = [cell for cell in cells if cell["verdict"] == "SUPPORTED"]
-    almost = [cell for cell in cells if cell["verdict"] == "INCONCLUSIVE" and cell["interval"][0] > 1]
-    refused = [cell for cell in cells if cell["verdict"] == "NOT SUPPORTED"]
-    slower = [cell for cell in cells if cell["verdict"] == "SLOWER"]
-    unclear = [cell for cell in cells if cell["verdict"] == "INCONCLUSIVE" and cell["interval"][0] <= 1]
-    sentences = []
-    if faster:
-        sentences.append(f"The head is faster than plain decoding (SUPPORTED) at {_places(faster)}.")
-    if almost:
-        reasons = "; ".join(dict.fromkeys(cell["reason"].removeprefix("measured faster, but ") for cell in almost))
-        sentences.append(f"The head measured faster at {_places(almost)}, which stays INCONCLUSIVE: {reasons}.")
+def headline(results: dict[str, Any]) -> str:
+    """One or two sentences on the first group: does it pay, up to how many requests at once, and where does it cost?"""
+    cells = [cell for cell in results["cells"] if not is_control(results, cell["arm"])]
+    if not cells:
+        return "Nothing to judge: no arm that drafts was measured beside plain decoding in the same cell."
+    group = groups(cells)[0]
+    mine = of_group(cells, group)
+    sizes = batch_sizes(mine)
+    paying, losing = _sizes_with(mine, SUPPORTED), _sizes_all(mine, SLOWER)
+    where = f"on {group_name(*group)}"
+    if paying:
+        return f"{_paying_words(paying, sizes)} {where}.{_losing_words(results, mine)}"
+    if losing == sizes:
+        return f"Drafting does not pay {where}: every arm is slower than plain decoding at every batch size tested."
+    refused = [cell for cell in mine if cell["verdict"] == REFUSED]
     if refused:
-        sentences.append(
-            f"The head measured faster at {_places(refused)}, but its outputs differ from plain decoding: NOT "
-            "SUPPORTED."
-        )
-    if not faster + almost + refused:
-        sentences.append("The head is nowhere measured faster than plain decoding beyond the noise.")
-    if slower:
-        sentences.append(f"The head is SLOWER than plain decoding at {_places(slower)}.")
-    if unclear:
-        sentences.append(f"No clear difference (the interval includes 1) at {_places(unclear)}.")
-    return sentences + _other_datasets(results)
+        return f"No speed-up can be claimed {where}: {refused[0]['reason']}.{_losing_words(results, mine)}"
+    return f"Not shown to pay at any batch size {where}.{_losing_words(results, mine) or _undecided_words(mine)}"
 
 
-def _other_datasets(results: dict[str, Any]) -> list[str]:
-    """One sentence per dataset besides the main one, with every verdict in it."""
-    others = dict.fromkeys(cell["dataset"] for cell in results["cells"] if cell["dataset"] != MAIN_DATASET)
-    sentences = []
-    for dataset in others:
-        parts = [
-            f"batch size {cell['batch_size']}, k={cell['draft_length']}: {cell['ratio']:.2f}x, {cell['verdict']}"
-            for cell in results["cells"]
-            if cell["dataset"] == dataset
-        ]
-        sentences.append(f"On {DATASET_NAMES[dataset]}: {'; '.join(parts)}.")
-    return sentences
+def _undecided_words(cells: Sequence[Row]) -> str:
+    """What was measured, where nothing could be decided."""
+    faster = batch_sizes(cell for cell in cells if cell["interval"][0] > 1)
+    slower = [size for size in batch_sizes(cells) if all(_below(c) for c in cells if c["batch_size"] == size)]
+    parts = [f"some arm faster at {size_list(faster)}"] if faster else []
+    parts += [f"every arm slower at {size_list(slower)}"] if slower else []
+    return f" Measured, but not decided: {', '.join(parts)}." if parts else ""
 
 
-def _places(cells: Sequence[dict[str, Any]]) -> str:
-    """ "batch size 1 (k=3: 1.23x), batch size 2 (k=3: 1.10x, k=1: 1.12x)"."""
-    by_size: dict[int, list[str]] = {}
-    for cell in cells:
-        by_size.setdefault(cell["batch_size"], []).append(f"k={cell['draft_length']}: {cell['ratio']:.2f}x")
-    return ", ".join(f"batch size {size} ({', '.join(ratios)})" for size, ratios in by_size.items())
+def _below(cell: Row) -> bool:
+    return cell["interval"][1] < 1
+
+
+def _paying_words(paying: list[int], sizes: list[int]) -> str:
+    if paying == sizes:
+        return f"Drafting pays at every batch size tested ({listing([str(size) for size in sizes])})"
+    if paying == sizes[: len(paying)]:
+        running = "1 request" if paying[-1] == 1 else f"{paying[-1]} requests"
+        return f"Drafting pays up to {running} at a time"
+    return f"Drafting pays at {size_list(paying)}"
+
+
+def _losing_words(results: dict[str, Any], cells: Sequence[Row]) -> str:
+    """Every arm with a slower cell, and where."""
+    slower = listing([f"{arm} {where}" for arm, where, _ in _by_arm(results, cells, verdict=SLOWER)])
+    return f" Slower than plain decoding: {slower}." if slower else ""
+
+
+def _sizes_with(cells: Sequence[Row], verdict: str) -> list[int]:
+    """Batch sizes at which some arm has `verdict`."""
+    return batch_sizes(cell for cell in cells if cell["verdict"] == verdict)
+
+
+def _sizes_all(cells: Sequence[Row], verdict: str) -> list[int]:
+    """Batch sizes at which every arm has `verdict`."""
+    return [
+        size
+        for size in _sizes_with(cells, verdict)
+        if all(c["verdict"] == verdict for c in cells if c["batch_size"] == size)
+    ]
+
+
+def verdict_bullets(results: dict[str, Any]) -> list[str]:
+    """One short line per group: where it pays, where it costs (always), and how much stays undecided."""
+    return [
+        f"{group_name(*group)}: {_in_short(results, of_group(results['cells'], group))}"
+        for group in groups(results["cells"])
+    ]
+
+
+def _in_short(results: dict[str, Any], cells: list[Row]) -> str:
+    faster = [cell for cell in cells if cell["verdict"] == SUPPORTED]
+    best = [
+        max((c for c in faster if c["batch_size"] == size), key=lambda c: c["ratio"]) for size in batch_sizes(faster)
+    ]
+    shown = listing([f"{c['batch_size']} ({arm_label(results, c['arm'])}, {times(c['ratio'])})" for c in best])
+    sentences = [f"faster at batch size {shown}." if best else "no arm is shown to be faster."]
+    slower, refused = (_with_ratios(_by_arm(results, cells, verdict=word)) for word in (SLOWER, REFUSED))
+    sentences.append(f"Slower: {slower}." if slower else "No arm is shown to be slower.")
+    if refused:
+        sentences.append(f"No claim allowed: {refused}.")
+    undecided = sum(cell["verdict"] == INCONCLUSIVE for cell in cells)
+    return " ".join([*sentences, f"{undecided} of {len(cells)} cells undecided."])
+
+
+def _by_arm(results: dict[str, Any], cells: Sequence[Row], *, verdict: str) -> list[tuple[str, str, list[Row]]]:
+    """Arms with cells of that verdict: name, at which batch sizes in words, the cells by batch size."""
+    found = []
+    for arm in drafting_arms(results):
+        mine = sorted((cell for cell in cells if cell["arm"] == arm), key=lambda cell: cell["batch_size"])
+        chosen = [cell for cell in mine if cell["verdict"] == verdict]
+        if chosen:
+            found.append((arm_label(results, arm), _where(chosen, mine), chosen))
+    return found
+
+
+def _with_ratios(found: Sequence[tuple[str, str, list[Row]]]) -> str:
+    """ "k=5 from batch size 8 on (0.75x to 0.59x) and ngram at batch size 4 (0.96x)"."""
+    parts = []
+    for arm, where, cells in found:
+        ends = dict.fromkeys([times(cells[0]["ratio"]), times(cells[-1]["ratio"])])
+        parts.append(f"{arm} {where} ({' to '.join(ends)})")
+    return listing(parts)
+
+
+def _where(found: Sequence[Row], tested: Sequence[Row]) -> str:
+    sizes = [cell["batch_size"] for cell in found]
+    if len(found) == len(tested) > 1:
+        return "at every batch size"
+    if len(found) > 1 and sizes == [cell["batch_size"] for cell in tested][-len(found) :]:
+        return f"from batch size {sizes[0]} on"
+    return f"at {size_list(sizes)}"
 
 
 def best_k_sentence(results: dict[str, Any]) -> str:
-    """The best measured draft length per batch size, k = 0 being plain decoding."""
-    rows = [row for row in results["best_k"] if row["dataset"] == MAIN_DATASET]
-    parts = [f"{row['batch_size']}: k={row['draft_length']}" for row in rows]
-    return f"best k by batch size (0 = plain decoding): {', '.join(parts)}"
-
-
-def terminal_table(results: dict[str, Any]) -> str:
-    """The main table as plain text for a terminal, with the best k below it."""
-    header = ["batch size", "k", "AR tok/s", "head tok/s", "ratio", "tau", "verdict"]
-    rows = [
-        [
-            str(cell["batch_size"]),
-            str(cell["draft_length"]),
-            number(cell["ar_tokens_per_second"], 1),
-            number(cell["head_tokens_per_second"], 1),
-            f"{cell['ratio']:.2f}x",
-            number(cell["tau_step_weighted"]),
-            cell["verdict"],
-        ]
-        for cell in results["cells"]
-        if cell["dataset"] == MAIN_DATASET
-    ]
-    widths = [max(len(line[column]) for line in [header, *rows]) for column in range(len(header))]
-    lines = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in [header, *rows]]
-    return "\n".join([*lines, best_k_sentence(results)])
+    """The best measured arm per batch size of the first group, by the point estimate."""
+    rows = results["best_k"]
+    if not rows:
+        return "No fastest arm: nothing was measured."
+    group = groups(rows)[0]
+    parts = [f"{arm_label(results, row['arm'])} at {row['batch_size']}" for row in of_group(rows, group)]
+    return f"Fastest measured arm by batch size, {group_name(*group)}: {', '.join(parts)}."

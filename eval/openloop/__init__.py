@@ -1,0 +1,1 @@
+"""Open-loop load: requests arrive at a real vLLM server when a Poisson process says so, whether it keeps up or not."""

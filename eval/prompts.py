@@ -1,0 +1,116 @@
+"""The session's prompts: which are measured in which cell, and the one that warms engines up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from eyas.eval.plan import CellPlan
+from eyas.eval.settings import Load, PromptSources
+from eyas.eval.workload import HELDOUT, Request, Workload, load_heldout, load_humaneval, load_prompt_set
+from eyas.heads.chat import TargetChat
+
+FIXED_LENGTH = "-fixed-length"
+"""Ends the dataset names of sessions that ignore the end of an answer: such figures must not pass for users' answers."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The session's prompts, held-out ones first. The last held-out one warms engines up and is never measured."""
+
+    workloads: list[Workload]
+
+    @property
+    def heldout(self) -> list[Request]:
+        """The measured held-out prompts."""
+        return self.measured(self.workloads[0])
+
+    @property
+    def warmup(self) -> list[int]:
+        return self.workloads[0].requests[-1].token_ids
+
+    def measured(self, workload: Workload) -> list[Request]:
+        return workload.requests[:-1] if workload.dataset == HELDOUT else workload.requests
+
+    def cells(self, load: Load) -> list[CellPlan]:
+        """A cell per dataset, temperature and batch size, each on the dataset's first prompts."""
+        return [
+            _cell(workload.dataset, self.measured(workload), load, temperature=temperature, batch_size=size)
+            for workload in self.workloads
+            for temperature in load.temperatures
+            for size in (load.batch_sizes if workload.dataset == HELDOUT else load.set_batch_sizes)
+        ]
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """Per dataset: how many prompts there are, their hash, and what was left out."""
+        return {
+            workload.dataset: {
+                "turns": workload.turns,
+                "prompts": len(self.measured(workload)),
+                "sha256": replace(workload, requests=self.measured(workload)).digest,
+                "too_long": workload.too_long,
+                "duplicates": workload.duplicates,
+            }
+            for workload in self.workloads
+        }
+
+
+def _cell(dataset: str, requests: Sequence[Request], load: Load, *, temperature: float, batch_size: int) -> CellPlan:
+    name = dataset + FIXED_LENGTH if load.fixed_length else dataset
+    return CellPlan(
+        dataset=name,
+        batch_size=batch_size,
+        temperature=temperature,
+        max_tokens=load.max_tokens,
+        seed=load.seed,
+        requests=[replace(request, dataset=name) for request in requests[: load.wanted(batch_size)]],
+        top_p=load.top_p,
+        top_k=load.top_k,
+        ignore_eos=load.fixed_length,
+    )
+
+
+def load_prompts(
+    chat: TargetChat, *, sources: PromptSources, load: Load, at_least: int, max_prompt_tokens: int
+) -> Prompts:
+    """Load what the cells need, no prompt twice, and one held-out prompt more for warm-up.
+
+    Args:
+        chat: the target's tokenizer and chat template.
+        sources: where prompts come from.
+        load: the batch sizes, which say how many are needed.
+        at_least: held-out prompts that another part of the session needs.
+        max_prompt_tokens: longer prompts are left out and counted.
+
+    Raises:
+        ValueError: a file is missing or broken, or there are fewer than two held-out prompts.
+    """
+    heldout = load_heldout(
+        sources.heldout_path,
+        chat,
+        limit=max(at_least, *(load.wanted(size) for size in load.batch_sizes)) + 1,
+        max_prompt_tokens=max_prompt_tokens,
+        turns=sources.heldout_turns,
+    )
+    if len(heldout.requests) < 2:
+        raise ValueError(
+            "scoring needs at least 2 held-out prompts, one of them for warm-up; "
+            "raise data.heldout_share or give more held-out conversations"
+        )
+    workloads = [heldout]
+    if sources.humaneval_requests:
+        workloads.append(load_humaneval(chat, limit=sources.humaneval_requests, max_prompt_tokens=max_prompt_tokens))
+    needed = max(load.wanted(size) for size in load.set_batch_sizes)
+    for name, source in sources.sets.items():
+        workloads.append(
+            load_prompt_set(
+                name,
+                source.path,
+                chat,
+                limit=min(needed, source.requests or needed),
+                max_prompt_tokens=max_prompt_tokens,
+                turns=source.turns,
+            )
+        )
+    return Prompts(workloads)

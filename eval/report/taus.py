@@ -1,0 +1,12 @@
+"""The measured tau that belongs to a cell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def tau_of(results: dict[str, Any], cell: dict[str, Any]) -> float | None:
+    """Step-weighted tau of a cell's arm in that cell, or None where nothing was drafted."""
+    key = ("dataset", "temperature", "batch_size", "arm")
+    rows = results.get("acceptance_cells") or []
+    return next((row["tau_step_weighted"] for row in rows if all(row[name] == cell[name] for name in key)), None)
