@@ -181,7 +181,9 @@ def test_a_schedule_drafts_at_small_batches_only(starts: dict[str, StartRecord])
 
 def test_arms_differ_in_what_drafting_forces_and_in_nothing_else(starts: dict[str, StartRecord]) -> None:
     differences = config_differences(list(starts.values()))
-    assert all(each["forced"] for each in differences), [each for each in differences if not each["forced"]]
+    unforced = {(each["arm"], each["setting"]) for each in differences if not each["forced"]}
+    # vLLM's n-gram drafter takes all cores whatever OMP_NUM_THREADS says: on fewer threads the comparison is void.
+    assert unforced <= {("ngram", "machine.torch_threads")}
     assert {each["arm"] for each in differences} == {"k2", "ngram", "schedule"}
 
 
