@@ -168,19 +168,10 @@ def fake_accelerator_for_fsdp() -> None:
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
 
 
-def without_compiling() -> None:
-    """DeepSpeed on the CPU compiles an operator of a minute, which nothing here needs."""
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
 def main(out: Path, *configs: str) -> None:
     """One folder of results, or one per DeepSpeed file."""
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         fake_accelerator_for_fsdp()
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        without_compiling()
     processes = start_processes(threads=1, max_grad_norm=MAX_GRAD_NORM, max_grad_value=None, optimizer="adamw")
     reference = load_file(out / "reference.safetensors")
     cases: dict[str, Any] = {Path(config).stem: config for config in configs} or {"plain": None}

@@ -397,7 +397,7 @@ def test_a_broken_checkpoint_never_takes_the_place_of_a_kept_one(two_saved: Path
 
 def test_a_start_finishes_the_clearing_up_that_a_kill_interrupted(tmp_path: Path) -> None:
     for step in (10, 20, 30):
-        head_directory(tmp_path, step).mkdir(parents=True)
+        write_head_files(tmp_path, step)
         save(open_checkpoints(tmp_path, keep=9), step, best_step=step)
     (tmp_path / "checkpoints" / "step-00000020" / "state.json").write_text("garbage")
     assert_is(open_checkpoints(tmp_path, keep=2).newest(), 30)

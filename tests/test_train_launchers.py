@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ ACCELERATE = (
     "accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no "
     "--main_process_port 0"
 )
-TORCHRUN = "torch.distributed.run --nproc-per-node 2 --master-port 0"
+TORCHRUN = "torch.distributed.run --standalone --nproc-per-node 2"
 SCRIPT = """
 import os, sys
 from pathlib import Path
@@ -43,6 +44,15 @@ except Preempted as stopped:
     Path(run, f"stopped-{os.environ['RANK']}").write_text(str(stopped.step))
     sys.exit(EXIT_REQUEUE)
 """
+
+
+def wait_for(fifo: Path, *, seconds: float) -> None:
+    """Until a process has written to the pipe."""
+    reading = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert select.select([reading], [], [], seconds)[0], f"nothing came within {seconds:g} s"
+    finally:
+        os.close(reading)
 
 
 @pytest.mark.processes
@@ -73,9 +83,12 @@ def test_a_signal_to_the_launcher_saves_at_one_step(
         stderr=subprocess.STDOUT,
         text=True,
     ) as process:
-        assert ready.read_bytes() == b"5"  # until then the launcher waits for its processes
-        process.send_signal(number)
-        said = process.communicate(timeout=120)[0]
+        try:
+            wait_for(ready, seconds=120)
+            process.send_signal(number)
+            said = process.communicate(timeout=120)[0]
+        finally:
+            process.kill()
     assert process.returncode != 0, said[-3000:]  # the launcher's own; a batch script asks for the marker
     steps = {(run / f"stopped-{rank}").read_text() for rank in range(2)}
     marker = read_json(run / "REQUEUE")

@@ -93,6 +93,21 @@ def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch: pytes
         start_plain()
 
 
+def test_fsdp_without_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_plain()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="asks for FSDP, which needs GPUs, and there are none"):
+        start.join_processes()
+
+
+def test_a_deepspeed_file_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "recipes/deepspeed/zero9.json")
+    with pytest.raises(ValueError, match=r"zero9\.json of the launcher does not exist, seen from /"):
+        start.join_processes()
+
+
 def test_deepspeed_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setattr(start, "is_deepspeed_available", lambda: False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -46,16 +47,42 @@ def join_processes() -> PartialState:
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         if not is_deepspeed_available():
             raise ValueError("the launcher asks for DeepSpeed, which is not installed: pip install 'eyas[deepspeed]'")
+        _require_file(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"))
         if not torch.cuda.is_available():
             backend = {"backend": "gloo"}  # without a name accelerate makes a group of one process each
+            _without_compiled_exchange()
     processes = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"), **backend)
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     if processes.num_processes != asked:
+        if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+            raise ValueError("the launcher asks for FSDP, which needs GPUs, and there are none; use DDP or DeepSpeed")
         raise ValueError(
             f"the launcher started {asked} processes and accelerate joined {processes.num_processes}; on CPU set "
             "ACCELERATE_USE_CPU=true for `accelerate launch --multi_gpu --num_processes N`"
         )
     return processes
+
+
+def _require_file(deepspeed_file: str | None) -> None:
+    """
+    Raises:
+        ValueError: the launcher names a DeepSpeed file that is not there.
+    """
+    if deepspeed_file is not None and deepspeed_file.endswith(".json") and not Path(deepspeed_file).is_file():
+        raise ValueError(
+            f"the DeepSpeed file {deepspeed_file} of the launcher does not exist, seen from {Path.cwd()}; name it with "
+            "--deepspeed_config_file, by its absolute path"
+        )
+
+
+def _without_compiled_exchange() -> None:
+    """Keep DeepSpeed from compiling its exchange through shared memory, which gloo does without.
+
+    It takes a minute, and a start that is killed meanwhile leaves a lock on which every later one waits for ever.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def start_processes(
