@@ -21,6 +21,7 @@ FORCED = {
     "cache_config.num_gpu_blocks": _OWN_CACHE,
     "cache_config.kv_cache_size_tokens": _OWN_CACHE,
     "cache_config.kv_cache_max_concurrency": _OWN_CACHE,
+    "model_runner_v2": "vLLM chooses its model runner by the method of an arm",
     "compilation_config.cudagraph_capture_sizes": "a decode step of a drafting engine holds k + 1 tokens per request",
     "compilation_config.max_cudagraph_capture_size": "a decode step of a drafting engine holds k + 1 tokens per request",
     "compilation_config.cudagraph_mode": "vLLM gives up full graphs where the number of verified tokens changes",

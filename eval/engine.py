@@ -25,7 +25,7 @@ from eyas.eval.child import GO, READY
 from eyas.eval.closed_loop import run_closed_loop
 from eyas.eval.machine import describe_machine, resolved_engine
 from eyas.eval.plan import CellPlan, StartPlan, read_plan
-from eyas.eval.records import PLACES
+from eyas.eval.records import PLACES, is_synthetic
 from eyas.eval.workload import Request
 from eyas.heads.files import write_json
 from eyas.heads.serving import end_with_parent, on_cpu
@@ -51,6 +51,10 @@ def start_engine(plan: StartPlan) -> Any:
     """A vLLM `LLM` of the plan."""
     from vllm import LLM
 
+    if is_synthetic(plan.speculative_config) and on_cpu():
+        from eyas.eval.cost.synthetic_kernel import install
+
+        install()
     # vLLM refuses the per-request metrics without a head, so this is the one other argument by which arms differ.
     metrics = "none" if plan.speculative_config is None else "detailed"
     # On CPU vLLM fails on a seeded request whose prompt it reads in parts ("CPU Generator does not use offset").

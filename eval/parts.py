@@ -32,7 +32,7 @@ def measure_time_split(session: Session) -> None:
         for cell in session.plan.cells
         if (cell.dataset, cell.temperature) == (first.dataset, first.temperature)
     ]
-    plan = replace(session.plan, cells=cells, instrument=True, protocol="starts", blocks=2)
+    plan = replace(session.plan, cells=cells, instrument=True, protocol="starts", blocks=SPLIT_BLOCKS)
     for number, arm in enumerate(arm for arm in session.arms if arm.kind != "schedule"):
         session.launcher.run(arm_plan(plan, arm, start=number, round=0), directory / f"{number:03d}-{arm.name}")
 

@@ -19,7 +19,7 @@ from eyas.eval.cost.ceiling_rows import GOOD, MODEST, ceiling_results
 from eyas.eval.cost.ceiling_words import ceiling_sentences, ceiling_table
 from eyas.eval.cost.random_head import spread_layers, write_random_head
 from eyas.eval.cost.synthetic import synthetic_config
-from eyas.eval.cost.synthetic_worker import synthetic_tokens
+from eyas.eval.cost.synthetic_kernel import synthetic_tokens
 from eyas.eval.plan import StartPlan
 from eyas.eval.records import is_synthetic, read_starts
 from eyas.eval.settings import Engine
@@ -229,10 +229,7 @@ class FakeLauncher:
 
     plans: list[StartPlan]
 
-    def __init__(
-        self, environment: dict[str, str], timeout_s: float, relay: Callable[[str], None], command: Sequence[str]
-    ) -> None:
-        assert command[-1] == "eyas.eval.cost.synthetic_worker"
+    def __init__(self, environment: dict[str, str], timeout_s: float, relay: Callable[[str], None]) -> None:
         assert (environment, timeout_s) == ({"PATH": "/bin"}, 60)
         self.relay = relay
         type(self).plans = []

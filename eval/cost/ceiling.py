@@ -17,7 +17,7 @@ from typing import Any
 from eyas.eval.arms import PLAIN, Arm
 from eyas.eval.cost.ceiling_rows import ceiling_results
 from eyas.eval.cost.ceiling_words import ceiling_sentences
-from eyas.eval.cost.synthetic import WORKER, synthetic_config
+from eyas.eval.cost.synthetic import synthetic_config
 from eyas.eval.grid import plan_turns, require_both_sides, run_grid
 from eyas.eval.launch import Launcher
 from eyas.eval.plan import CellPlan, StartPlan
@@ -97,7 +97,7 @@ def run_ceiling(
         out_dir, target_dir=target_dir, trust_remote_code=trust_remote_code, measurement=measurement, engine=engine
     )
     environment = engine_environment(threads=engine.threads, kv_cache_gib=engine.kv_cache_gib)
-    launcher = Launcher(environment, engine.timeout_s, relay, WORKER)
+    launcher = Launcher(environment, engine.timeout_s, relay)
     turns = plan_turns(arms, protocol="starts", starts_per_arm=measurement.starts_per_arm)
     run_grid(out_dir / "starts", plan=plan, turns=turns, launcher=launcher)
     require_both_sides(out_dir / "starts")

@@ -4,12 +4,8 @@ head is trained. What an arm with it earns is no result of a head, and every rec
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
-
-WORKER = (sys.executable, "-m", "eyas.eval.cost.synthetic_worker")
-"""The command of a start whose acceptance may be synthetic, for `Launcher`."""
 
 
 def synthetic_config(base: Mapping[str, Any], *, acceptance_length: float) -> dict[str, Any]:

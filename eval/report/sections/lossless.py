@@ -56,7 +56,9 @@ def _levels(lossless: Row) -> Any:
 def outcome(level: Row) -> str:
     """A level in a word."""
     if level.get("passed") is None:
-        return "not run"
+        return "undecided" if level["status"] == "done" else "not run"
+    if level.get("applies") is False:
+        return "decides nothing: the engines served with another sampler"
     return "no difference detected" if level["passed"] else "DIFFERENCE DETECTED"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eyas.eval.openloop.latency import FORMULAS
+from eyas.eval.openloop.rates import SATURATION_RULE
 from eyas.eval.openloop.rows import CLIENT_RULE, highest_sustained
 from eyas.eval.report.document import Section, Table, not_measured, table
 from eyas.eval.report.figures.open_loop import open_loop_figures
@@ -28,6 +29,7 @@ def open_loop_section(results: dict[str, Any]) -> Section:
         "arrival, so waiting for a slow server or client is in it.",
         f"Service levels: TTFT at most {number(goodput['slo_ttft_ms'], 0)} ms and TPOT at most {number(goodput['slo_tpot_ms'], 0)} "
         f"ms; goodput counts answers that meet both. {CLIENT_RULE}",
+        SATURATION_RULE,
     ]
     tables = [
         _summary(results, rows),

@@ -1,4 +1,4 @@
-"""The worker of eyas.eval.engine, able to make acceptance up on the CPU build of vLLM as well.
+"""Synthetic acceptance on the CPU build of vLLM.
 
 vLLM 0.32 for CPU replaces the GPU kernel of greedy rejection sampling by one in C++ that refuses synthetic acceptance
 ("Synthetic acceptance not supported with CPU sampling"). Here the replacement is itself replaced, by the rule of the
@@ -10,9 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-
-from eyas.eval import engine
-from eyas.heads.serving import on_cpu
 
 KERNEL = "_rejection_greedy_sample_kernel_impl"
 
@@ -90,8 +87,3 @@ def install() -> None:
 
     setattr(cpu_triton_utils, KERNEL, greedy_sample)
 
-
-if __name__ == "__main__":
-    if on_cpu():
-        install()
-    engine.main()
