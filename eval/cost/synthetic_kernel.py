@@ -86,4 +86,3 @@ def install() -> None:
             first = last
 
     setattr(cpu_triton_utils, KERNEL, greedy_sample)
-
