@@ -47,6 +47,27 @@ def _train(out_dir: Path, inputs: tuple[Path, Path, Path], **changes: object) ->
     return training.train(out_dir, target=target, tokens=tokens, features=features, **changes)
 
 
+def _train_until_killed(
+    out_dir: Path, inputs: tuple[Path, Path, Path], *, step: int, monkeypatch: pytest.MonkeyPatch, **changes: object
+) -> None:
+    """Train, and end before a step without saving anything."""
+
+    class Killed(BaseException):
+        pass
+
+    take = Trainer._step
+
+    def killed(self: Trainer, *arguments: object, **keywords: object) -> object:
+        if self.state.step == step:
+            raise Killed
+        return take(self, *arguments, **keywords)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", killed)
+        with pytest.raises(Killed):
+            _train(out_dir, inputs, **changes)
+
+
 def _curve(out_dir: Path) -> list[dict[str, float]]:
     kept = ("step", "kl_1", "grad_norm", "heldout/tau")
     return [{key: record[key] for key in kept if key in record} for record in read_metrics(out_dir / METRICS_NAME)]
@@ -98,20 +119,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(
 def test_a_killed_run_resumes_from_its_last_checkpoint_to_the_same_bits(
     finished: Path, inputs: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Killed(BaseException):
-        pass
-
-    step = Trainer._step
-
-    def killed_at_ten(self: Trainer, *arguments: object, **keywords: object) -> object:
-        if self.state.step == 10:
-            raise Killed
-        return step(self, *arguments, **keywords)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", killed_at_ten)
-        with pytest.raises(Killed):
-            _train(tmp_path, inputs)
+    _train_until_killed(tmp_path, inputs, step=10, monkeypatch=monkeypatch)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[-1] == "step-00000008"
     _train(tmp_path, inputs)
     _assert_same_run(tmp_path, finished)
@@ -120,18 +128,8 @@ def test_a_killed_run_resumes_from_its_last_checkpoint_to_the_same_bits(
 def test_every_step_of_a_killed_run_is_in_one_record(
     finished: Path, inputs: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Trainer._step
-
-    def killed_at_ten(self: Trainer, *arguments: object, **keywords: object) -> object:
-        if self.state.step == 10:
-            raise KeyboardInterrupt
-        return step(self, *arguments, **keywords)  # type: ignore[arg-type]
-
     loop = training.shorter(training.LOOP, log_every=3, checkpoint_every=4)
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", killed_at_ten)
-        with pytest.raises(KeyboardInterrupt):
-            _train(tmp_path, inputs, loop=loop)
+    _train_until_killed(tmp_path, inputs, loop=loop, step=10, monkeypatch=monkeypatch)
     _train(tmp_path, inputs, loop=loop)
     losses = [record["loss"] for record in read_metrics(finished / METRICS_NAME) if "loss" in record]
     records = [record for record in read_metrics(tmp_path / METRICS_NAME) if "loss" in record]
@@ -141,6 +139,7 @@ def test_every_step_of_a_killed_run_is_in_one_record(
         steps = losses[begin : record["step"]]
         assert record["loss"] == pytest.approx(sum(steps) / len(steps), rel=1e-6), record["step"]
     assert ends[-1] == len(losses)
+    assert {record["spikes"] for record in records} == {0}
 
 
 def test_a_resumed_run_draws_the_noise_of_the_unbroken_one(
@@ -151,17 +150,7 @@ def test_a_resumed_run_draws_the_noise_of_the_unbroken_one(
         "loop": training.shorter(training.LOOP, epochs=1, noise=FeatureNoise(kind="length", width=0.2)),
     }
     _train(tmp_path / "whole", inputs, **changes)
-    step = Trainer._step
-
-    def killed_at_six(self: Trainer, *arguments: object, **keywords: object) -> object:
-        if self.state.step == 6:
-            raise KeyboardInterrupt
-        return step(self, *arguments, **keywords)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", killed_at_six)
-        with pytest.raises(KeyboardInterrupt):
-            _train(tmp_path / "broken", inputs, **changes)
+    _train_until_killed(tmp_path / "broken", inputs, **changes, step=6, monkeypatch=monkeypatch)
     _train(tmp_path / "broken", inputs, **changes)
     heads = [(tmp_path / run / "head" / "model.safetensors").read_bytes() for run in ("whole", "broken")]
     assert heads[0] == heads[1]
@@ -278,17 +267,7 @@ def test_averages_are_evaluated_kept_and_resumed_to_the_same_bits(
 ) -> None:
     loop = training.shorter(training.LOOP, epochs=1, ema_decay=0.9)
     _train(tmp_path / "whole", inputs, loop=loop)
-    step = Trainer._step
-
-    def killed_at_six(self: Trainer, *arguments: object, **keywords: object) -> object:
-        if self.state.step == 6:
-            raise KeyboardInterrupt
-        return step(self, *arguments, **keywords)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", killed_at_six)
-        with pytest.raises(KeyboardInterrupt):
-            _train(tmp_path / "broken", inputs, loop=loop)
+    _train_until_killed(tmp_path / "broken", inputs, loop=loop, step=6, monkeypatch=monkeypatch)
     _train(tmp_path / "broken", inputs, loop=loop)
     _assert_same_run(tmp_path / "broken", tmp_path / "whole")
     last = sorted((tmp_path / "whole" / "checkpoints").glob("step-*"))[-1]

@@ -30,6 +30,7 @@ from eyas.train.tracking import (
     open_trackers,
     read_metrics,
 )
+from eyas.train.wandb_tracker import restore_run_id, stored_run_id
 
 SETTINGS = TrackingSettings(
     kinds=("wandb",),
@@ -134,6 +135,25 @@ def test_other_processes_write_nothing(tmp_path: Path) -> None:
 
 
 # wandb
+
+
+def test_a_run_directory_that_lost_its_wandb_id_gets_that_of_its_checkpoint(tmp_path: Path) -> None:
+    assert stored_run_id(tmp_path) is None
+    restore_run_id(tmp_path, None)
+    assert stored_run_id(tmp_path) is None
+    restore_run_id(tmp_path, "of-the-checkpoint")
+    assert stored_run_id(tmp_path) == "of-the-checkpoint"
+    restore_run_id(tmp_path, "another")
+    assert stored_run_id(tmp_path) == "of-the-checkpoint"
+
+
+def test_an_offline_run_is_named_where_it_will_lie(tmp_path: Path) -> None:
+    said = use(
+        tmp_path / "train.partial", lambda _tracker: None, settings=replace(SETTINGS, kept_in=tmp_path / "train")
+    )
+    (run,) = offline_runs(tmp_path / "train.partial")
+    kept = tmp_path / "train" / run.relative_to(tmp_path / "train.partial")
+    assert said[0].endswith(f", offline; upload at the end with: wandb sync {kept}")
 
 
 def test_wandb_has_curves_config_and_artifacts_of_one_run_over_restarts(tmp_path: Path) -> None:

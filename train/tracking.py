@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from eyas.heads.files import read_json, write_json, write_text
+from eyas.heads.files import write_json, write_text
 from eyas.train.preemption import EXIT_REQUEUE, Preempted
 from eyas.train.tensorboard_tracker import TensorBoard
-from eyas.train.wandb_tracker import ID_NAME, Wandb, WandbSettings
+from eyas.train.wandb_tracker import ID_NAME, Wandb, WandbSettings, stored_run_id
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -179,9 +179,10 @@ def add_to_finished_run(
     Args:
         trained_in: directory of the training, which holds the run's id. work_dir: where wandb may write.
     """
-    if "wandb" not in settings.kinds or not (trained_in / ID_NAME).is_file():
+    identity = stored_run_id(trained_in)
+    if "wandb" not in settings.kinds or identity is None:
         return
-    write_json(work_dir / ID_NAME, read_json(trained_in / ID_NAME))
+    write_json(work_dir / ID_NAME, identity)
     tracker = Guarded(
         "wandb", partial(Wandb, work_dir, settings=_wandb(settings), config=settings.config, say=say), say=say
     )
