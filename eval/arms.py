@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.eval.plan import StartPlan
-from eyas.eval.records import AR, Kind, Phase, longest_draft
+from eyas.eval.records import AR, AR_TWIN, Kind, Phase, longest_draft
 from eyas.heads.serving import speculative_config
 
 SCHEDULE = "schedule"
@@ -38,6 +38,7 @@ class Arm:
 
 
 PLAIN = Arm(AR, "ar", None)
+TWIN = Arm(AR_TWIN, "other", None)
 
 
 def plan_arms(
@@ -86,9 +87,9 @@ def require_free_name(name: str) -> None:
     """
     if not _NAME.fullmatch(name):
         raise ValueError(f"arm {name!r}: a name is letters, digits and underscores, such as ngram or draft_0_5b")
-    if name in (AR, SCHEDULE) or _HEAD_NAME.fullmatch(name):
+    if name in (AR, SCHEDULE, AR_TWIN) or _HEAD_NAME.fullmatch(name):
         raise ValueError(
-            f"arm {name!r}: eyas names plain decoding, the schedule and the head's own arms so; choose another name"
+            f"arm {name!r}: eyas names plain decoding, its control, the schedule and the head's own arms so; choose another name"
         )
 
 

@@ -3,11 +3,12 @@
 Two ways, both printed:
 
 - the records of a real session: the AR starts of every cell are split into two groups, one plays another arm, and the
-  session is judged by the same intervals, null bands and Holm correction. Nothing true can be called, so the share
-  called SUPPORTED or SLOWER is the false-positive rate. The same groups with one slowed by a known factor must be
-  found, and the intervals must hold 1. Controls (plain decoding as an arm of its own, as it is or slowed by a known
-  share in the engine) are compared with AR as they stand;
-- sessions made up with the noise that was measured, a thousand tests, where the truth is known (`simulation`).
+  session is judged by the same intervals, null bands and Holm correction. Nothing true can be called, so each split is a
+  session without a difference, and the share of sessions that call one is what the rules state a rate for. The same
+  groups with one slowed by a known factor must be found, and the intervals must hold 1. Controls (plain decoding as an
+  arm of its own, as it is or slowed by a known share in the engine) are compared with AR as they stand. Side by side, AR
+  and its twin trade places in some of their pairs;
+- sessions made up with the noise that was measured, where the truth is known (`made_up`).
 
 `python -m eyas.eval.calibration SCORE_DIR` prints both; `python -m eyas.eval.calibration --table` prints the table of
 coverage of docs/evaluation.md.
@@ -18,29 +19,25 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from eyas.eval.calibration_outcome import outcome
 from eyas.eval.distributions import rate_interval
 from eyas.eval.holm import holm
-from eyas.eval.null import Band, null_band, null_band_of_pairs
-from eyas.eval.power import POWER, Noise, measured_noise, resolved_ratio
-from eyas.eval.records import AR, ArmFacts, CellKey, Cells
+from eyas.eval.made_up import TESTS, simulate_like
+from eyas.eval.null import Band, band_beside, null_band
+from eyas.eval.records import AR, AR_TWIN, ArmFacts, CellKey, Cells
 from eyas.eval.samples import Sample, take_sample
-from eyas.eval.simulation import WEIGHT_SPREAD, Design, simulate
-from eyas.eval.stats import DRAWS, LEVEL, Partners, RatioInterval, compare, geometric_mean, moved, pair_up, pool_of
+from eyas.eval.stats import DRAWS, LEVEL, Partners, RatioInterval, compare, geometric_mean, moved, pool_of, sides
 from eyas.eval.verdict import ALPHA, Direction, direction
 
-MIN_TESTS = 40
 MIN_SPLIT_STARTS = 4
 MAX_SPLITS = 10
 SLOW_DOWNS = (1.05, 1.1, 1.2, 1.5)
-FOUND = 0.9
-"""Share of tests in which the largest of `SLOW_DOWNS` must be found."""
-SIMULATED_TESTS = 600
 
 Samples = Mapping[str, Sample]
 
@@ -58,9 +55,10 @@ def calibrate(
     *,
     arms: Mapping[str, ArmFacts],
     partners: Partners | None = None,
+    slow: Collection[str] = (),
     seed: int,
     draws: int = DRAWS,
-    simulated_tests: int = SIMULATED_TESTS,
+    simulated_tests: int = TESTS,
 ) -> dict[str, Any] | None:
     """The calibration of one session; None when nothing can be said (no cell with two starts of an arm).
 
@@ -68,14 +66,16 @@ def calibrate(
         cells: the records.
         arms: what each arm is.
         partners: which AR start ran beside which start; None where engines ran one at a time.
+        slow: arms that are known to be slow beside those that were slowed in the engine.
         seed, draws: of the bootstrap and of what is made up.
         simulated_tests: comparisons in each of the two made-up series.
 
     Returns:
-        stated_rate: false positives allowed per session.
+        stated_rate: share of sessions without a difference that may call one.
         records: from the AR starts of this session, or None with fewer than four of them and no control.
-        slowed: the controls that were slowed, and whether they were found.
+        slowed: the controls that are known to be slow, and whether they were found.
         simulated: made-up sessions with this session's design and noise, or None.
+        passed, failed, lacking: see `outcome`.
     """
     samples = {
         key: {arm: take_sample(starts, metric="throughput") for arm, starts in group.items()}
@@ -86,15 +86,16 @@ def calibrate(
         tests for tests in _null_sessions(samples, arms=arms, partners=partners, seed=seed, draws=draws) if tests
     ]
     records = _summarise(sessions, cells=len(samples)) if sessions else None
-    simulated = simulate_like(samples, seed=seed, tests=simulated_tests)
+    simulated = simulate_like(samples, partners=partners, seed=seed, tests=simulated_tests)
     if records is None and simulated is None:
         return None
     slowed = [
         known_slow(samples, arm, partners=partners, seed=seed, draws=draws) | {"slowed_by": facts.slowed_by}
         for arm, facts in arms.items()
-        if facts.slowed_by
+        if facts.slowed_by or arm in slow
     ]
-    return {"level": LEVEL, "stated_rate": ALPHA, "records": records, "slowed": slowed, "simulated": simulated}
+    found = {"level": LEVEL, "stated_rate": ALPHA, "records": records, "slowed": slowed, "simulated": simulated}
+    return found | outcome(records, slowed=slowed, simulated=simulated)
 
 
 def _null_sessions(
@@ -105,11 +106,17 @@ def _null_sessions(
     seed: int,
     draws: int,
 ) -> Iterator[list[_Test]]:
-    """Sessions in which no difference is true: one per twin of AR, and one per split of the AR starts."""
+    """Sessions in which no difference is true: one per twin of AR, and one per split of the AR starts or of the pairs."""
     twins = [arm for arm, facts in arms.items() if _is_plain(arm, facts) and not facts.slowed_by]
     for twin in twins:
         yield _control_tests(samples, twin, partners=partners, seed=seed, draws=draws)
     if partners is not None:
+        for swapped in swaps(len(partners.get(AR_TWIN, ())), seed=seed):
+            yield [
+                _swap_test(own, swapped, partners=partners, seed=seed, draws=draws)
+                for own in samples.values()
+                if AR_TWIN in own
+            ]
         return
     fewest = min((own[AR].starts for own in samples.values()), default=0)
     for group in splits(fewest, seed=seed):
@@ -128,6 +135,18 @@ def splits(starts: int, *, seed: int) -> list[tuple[int, ...]]:
     ways = list(itertools.combinations(range(starts), starts // 2))
     if starts % 2 == 0:
         ways = [way for way in ways if 0 in way]
+    return _some(ways, seed=seed)
+
+
+def swaps(pairs: int, *, seed: int) -> list[tuple[int, ...]]:
+    """Ways to let two equal engines trade places in some of their pairs; the first pair stays, and not all others do."""
+    if pairs < MIN_SPLIT_STARTS:
+        return []
+    others = range(1, pairs)
+    return _some([way for size in others for way in itertools.combinations(others, size)], seed=seed)
+
+
+def _some(ways: list[tuple[int, ...]], *, seed: int) -> list[tuple[int, ...]]:
     if len(ways) <= MAX_SPLITS:
         return ways
     chosen = np.random.default_rng(seed).choice(len(ways), MAX_SPLITS, replace=False)
@@ -145,6 +164,18 @@ def _split_test(samples: Samples, group: Sequence[int], *, seed: int, draws: int
     return _Test(interval, null_band(baseline, pool=pool, treated_starts=treated.starts))
 
 
+def _swap_test(samples: Samples, swapped: Sequence[int], *, partners: Partners, seed: int, draws: int) -> _Test:
+    """AR and its twin, with their names exchanged in the pairs `swapped`."""
+    pairs = [partners[AR_TWIN][index] for index in swapped]
+    ar, twin = samples[AR], samples[AR_TWIN]
+    traded = {
+        **samples,
+        AR: ar.exchanged(twin, dict(pairs)),
+        AR_TWIN: twin.exchanged(ar, {other: own for own, other in pairs}),
+    }
+    return _control_test(traded, AR_TWIN, partners=partners, seed=seed, draws=draws)
+
+
 def _control_tests(
     samples: Mapping[CellKey, Samples], control: str, *, partners: Partners | None, seed: int, draws: int
 ) -> list[_Test]:
@@ -160,13 +191,9 @@ def _control_tests(
 
 def _control_test(samples: Samples, control: str, *, partners: Partners | None, seed: int, draws: int) -> _Test:
     pool = pool_of(samples, partners=partners)
-    if partners is None:
-        baseline, treated = samples[AR], samples[control]
-        interval = compare(baseline, treated, pool=pool, seed=seed, draws=draws)
-        return _Test(interval, null_band(baseline, pool=pool, treated_starts=treated.starts))
-    baseline, treated = pair_up(samples, control, partners=partners)
-    interval = compare(baseline, treated, pool=pool, paired=True, seed=seed, draws=draws)
-    return _Test(interval, null_band_of_pairs(pool, pairs=treated.starts))
+    baseline, treated = sides(samples, control, partners=partners)
+    interval = compare(baseline, treated, pool=pool, paired=partners is not None, seed=seed, draws=draws)
+    return _Test(interval, band_beside(samples, control, pool=pool, partners=partners))
 
 
 def _calls(session: Sequence[_Test], *, log_factor: float = 0.0) -> list[Direction | None]:
@@ -180,24 +207,29 @@ def _calls(session: Sequence[_Test], *, log_factor: float = 0.0) -> list[Directi
 
 
 def _summarise(sessions: Sequence[Sequence[_Test]], *, cells: int) -> dict[str, Any]:
-    """Rates over all sessions. Splits of one cell are no independent tests, so intervals of rates count cells only."""
+    """Rates over all sessions.
+
+    `alarms` is the number of sessions that call anything, and `session_rate` their share. Splits share their starts, so
+    the interval of the rate is a little too narrow. Tests of one session are no independent ones either: `called` and
+    `coverage` are shares of tests, their intervals count cells.
+    """
     tests = [test for session in sessions for test in session]
     calls = [_calls(session) for session in sessions]
+    alarms = sum(any(session) for session in calls)
     called = sum(call is not None for session in calls for call in session) / len(tests)
     covered = sum(test.interval.low <= 1 <= test.interval.high for test in tests) / len(tests)
-    detection = [_detection(sessions, factor=factor) for factor in SLOW_DOWNS]
     return {
         "cells": cells,
         "sessions": len(sessions),
         "tests": len(tests),
-        "enough_tests": len(tests) >= MIN_TESTS,
-        "false_positive_rate": called,
-        "false_positive_interval": list(rate_interval(called * cells, cells, level=LEVEL)),
-        "sessions_with_a_false_positive": sum(any(session) for session in calls),
+        "alarms": alarms,
+        "session_rate": alarms / len(sessions),
+        "session_rate_interval": list(rate_interval(alarms, len(sessions), level=LEVEL)),
+        "called": called,
+        "called_interval": list(rate_interval(called * cells, cells, level=LEVEL)),
         "coverage": covered,
         "coverage_interval": list(rate_interval(covered * cells, cells, level=LEVEL)),
-        "detection": detection,
-        "passed": called <= ALPHA and detection[-1]["found"] >= FOUND,
+        "detection": [_detection(sessions, factor=factor) for factor in SLOW_DOWNS],
     }
 
 
@@ -222,52 +254,6 @@ def known_slow(
         "found": sum(call == "slower" for call in calls) / len(calls) if calls else None,
         "ratio": geometric_mean([test.interval.ratio for test in tests]) if tests else None,
     }
-
-
-def simulate_like(
-    samples: Mapping[CellKey, Samples], *, seed: int, tests: int = SIMULATED_TESTS
-) -> dict[str, Any] | None:
-    """Made-up sessions of this design, with the median noise of its cells: no difference, and one that can be resolved."""
-    noises = [noise for own in samples.values() if (noise := measured_noise(own)) is not None]
-    if not noises:
-        return None
-    widest = max(samples.values(), key=len)
-    arms, starts = max(len(widest), 2), min(own[AR].starts for own in samples.values())
-    blocks = round(float(widest[AR].blocks_of_start.mean()))
-    if starts < 2:
-        return None
-    noise = _median_noise(noises)
-    design = Design(
-        arms=arms,
-        starts=starts,
-        blocks=blocks,
-        prompts=noise.prompts,
-        start_sd=noise.start_sd,
-        block_sd=noise.block_sd,
-        prompt_sd=noise.prompt_sd / WEIGHT_SPREAD,
-        answer_sd=0.0,  # the measured scatter of starts holds it
-    )
-    resolved = resolved_ratio(noise, starts=starts, blocks=blocks, arms=arms, tests=arms - 1)
-    slower = replace(design, log_ratio=-math.log(resolved))
-    sessions = -(-tests // (arms - 1))
-    return {
-        "design": vars(design),
-        "no_difference": simulate(design, sessions=sessions, seed=seed).to_json(),
-        "slow_down": {
-            "ratio": 1 / resolved,
-            "power": POWER,
-            **simulate(slower, sessions=sessions, seed=seed).to_json(),
-        },
-    }
-
-
-def _median_noise(noises: Sequence[Noise]) -> Noise:
-    return Noise(
-        start_sd=float(np.median([noise.start_sd for noise in noises])),
-        block_sd=float(np.median([noise.block_sd for noise in noises])),
-        prompt_sd=float(np.median([noise.prompt_sd for noise in noises])),
-        prompts=max(int(np.median([noise.prompts for noise in noises])), 2),
-    )
 
 
 if __name__ == "__main__":

@@ -7,19 +7,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from eyas.eval.calibration import calibrate, known_slow
+from eyas.eval.calibration import calibrate
+from eyas.eval.calibration_outcome import outcome_sentence
 from eyas.eval.coverage import grid_table, variants_table
 from eyas.eval.partners import partners_of
-from eyas.eval.records import AR, Cells, StartRecord, arms_of, cells_by_arm, read_starts
-from eyas.eval.samples import take_sample
-from eyas.eval.stats import Partners
+from eyas.eval.records import AR, StartRecord, arms_of, cells_by_arm, read_starts
 from eyas.heads.files import write_json
 
 SEED = 20260101
 
 
 def main(arguments: Sequence[str], *, say: Callable[[str], None] = print) -> int:
-    """Run the command; returns the exit status: 1 when a calibration fails or the input is unusable."""
+    """Run the command; returns the exit status: 0 only when the calibration passed."""
     parser = argparse.ArgumentParser(prog="python -m eyas.eval.calibration", description=__doc__)
     parser.add_argument("score_dir", nargs="?", type=Path, help="directory of a scored session (it holds starts/)")
     parser.add_argument("--slow", metavar="ARM", help="an arm that is known to be slower, and must be called so")
@@ -68,38 +67,29 @@ def _session(
     tests: int,
     say: Callable[[str], None],
 ) -> int:
-    cells, partners = cells_by_arm(starts), partners_of(starts)
-    calibration = calibrate(cells, arms=arms_of(starts), partners=partners, seed=seed, simulated_tests=tests)
+    cells, arms = cells_by_arm(starts), arms_of(starts)
+    if slow is not None and slow not in arms.keys() - {AR}:
+        others = ", ".join(sorted(arms.keys() - {AR})) or "none"
+        raise ValueError(f"no cell has an arm {slow!r} beside plain decoding; the arms are: {others}")
+    calibration = calibrate(
+        cells,
+        arms=arms,
+        partners=partners_of(starts),
+        slow=[] if slow is None else [slow],
+        seed=seed,
+        simulated_tests=tests,
+    )
     if calibration is None:
-        raise ValueError("no cell has two starts of plain decoding; score with score.starts_per_arm=4 or more")
+        raise ValueError("no cell has two starts of plain decoding; score with score.starts_per_arm=5 or more")
     for line in sentences(calibration):
         say(line)
     if json_path is not None:
         write_json(json_path, calibration)
-    found = slow is None or _say_slow(cells, slow, partners=partners, seed=seed, say=say)
-    records = calibration["records"]
-    return 0 if found and (records is None or records["passed"]) else 1
-
-
-def _say_slow(cells: Cells, slow: str, *, partners: Partners | None, seed: int, say: Callable[[str], None]) -> bool:
-    """Whether an arm that is known to be slow was called so in every cell."""
-    samples = {
-        key: {arm: take_sample(own, metric="throughput") for arm, own in group.items()}
-        for key, group in cells.items()
-        if AR in group and slow in group
-    }
-    if not samples:
-        known = sorted({arm for group in cells.values() for arm in group} - {AR})
-        raise ValueError(
-            f"no cell has an arm {slow!r} beside plain decoding; the arms are: {', '.join(known) or 'none'}"
-        )
-    judged = known_slow(samples, slow, partners=partners, seed=seed)
-    say(f"Arm {slow}, known to be slower, is called so in {judged['found'] or 0:.0%} of {judged['cells']} cells.")
-    return judged["found"] == 1
+    return 0 if calibration["passed"] else 1
 
 
 def sentences(calibration: dict[str, Any]) -> list[str]:
-    """The calibration in words, for the terminal and the report."""
+    """The calibration in words, the outcome last."""
     stated = f"stated: at most {calibration['stated_rate']:.0%} of sessions"
     lines = []
     records, simulated = calibration["records"], calibration["simulated"]
@@ -109,26 +99,28 @@ def sentences(calibration: dict[str, Any]) -> list[str]:
         )
     else:
         lines += _records_sentences(records, stated=stated)
-    lines += [
-        f"Arm {each['arm']}, slowed by {each['slowed_by']:.0%} in the engine, is called slower in {each['found']:.0%} of "
-        f"{each['cells']} cells (mean ratio {each['ratio']:.3f})."
-        for each in calibration["slowed"]
-        if each["cells"]
-    ]
+    lines += [_slowed_sentence(each) for each in calibration["slowed"] if each["cells"]]
     if simulated is not None:
         lines += _simulated_sentences(simulated, stated=stated)
-    return lines
+    return [*lines, outcome_sentence(calibration)]
+
+
+def _slowed_sentence(slowed: dict[str, Any]) -> str:
+    known = f"slowed by {slowed['slowed_by']:.0%} in the engine" if slowed["slowed_by"] else "known to be slow"
+    return (
+        f"Arm {slowed['arm']}, {known}, is called slower in {slowed['found']:.0%} of {slowed['cells']} cells (mean ratio "
+        f"{slowed['ratio']:.3f})."
+    )
 
 
 def _records_sentences(records: dict[str, Any], *, stated: str) -> list[str]:
-    low, high = records["false_positive_interval"]
+    low, high = records["session_rate_interval"]
     found = ", ".join(f"{each['slow_down']:g}x in {each['found']:.0%}" for each in records["detection"])
-    few = "" if records["enough_tests"] else " These are fewer tests than a calibration needs (40)."
     return [
-        f"From the records, AR against AR: {records['tests']} tests ({records['cells']} cells, {records['sessions']} ways "
-        f"to split the starts), {records['false_positive_rate']:.1%} called faster or slower "
-        f"({low:.1%} to {high:.1%}), in {records['sessions_with_a_false_positive']} of {records['sessions']} sessions; "
-        f"{stated}. The intervals hold 1 in {records['coverage']:.1%}.{few}",
+        f"From the records, AR against AR: {records['sessions']} sessions without a difference (splits of the starts, or a "
+        f"twin) of {records['cells']} cells, {records['alarms']} of them call one ({low:.1%} to {high:.1%} of sessions; "
+        f"{stated}). Of all {records['tests']} tests {records['called']:.1%} are called. The intervals hold 1 in "
+        f"{records['coverage']:.1%}.",
         f"The same starts slowed by a known factor are called slower: {found} of the tests.",
     ]
 
@@ -138,8 +130,8 @@ def _simulated_sentences(simulated: dict[str, Any], *, stated: str) -> list[str]
     low, high = null["coverage_interval"]
     return [
         f"Simulated with the noise measured here (starts {design['start_sd']:.1%}, blocks {design['block_sd']:.1%}, prompts "
-        f"{design['prompt_sd']:.1%}; {design['arms']} arms of {design['starts']} starts), {null['tests']} tests: intervals "
-        f"hold the truth in {null['coverage']:.1%} ({low:.1%} to {high:.1%}); {null['alarms']:.1%} of sessions call a "
-        f"difference where there is none; {stated}.",
+        f"{design['prompt_sd']:.1%}; {design['cells']} cells, {design['arms']} arms of {design['starts']} starts), "
+        f"{null['sessions']} sessions of {design['tests']} tests: intervals hold the truth in {null['coverage']:.1%} "
+        f"({low:.1%} to {high:.1%}); {null['alarms']:.1%} of sessions call a difference where there is none; {stated}.",
         f"A true ratio of {slow['ratio']:.3f} is called slower in {slow['slower']:.0%}, faster in {slow['faster']:.1%}.",
     ]

@@ -1,6 +1,6 @@
 """A closed loop inside the engine's process: a new request is submitted as soon as one ends, until none is left.
 
-Every engine step is logged: its seconds, how many requests were inside, what came out. What the loop itself costs between
+Every engine step is logged: its seconds, how many requests ran in it, what came out. What the loop itself costs between
 the engine's calls is the *harness overhead*, logged too, because it would count against the faster arm.
 """
 
@@ -18,14 +18,19 @@ from eyas.eval.records import StepRecord
 class LoopRecord:
     """What a loop saw: a record per request in prompt order, the steps, and seconds inside the engine's calls.
 
-    `held_back` counts the steps after which a submitted request still waited for its turn: the engine then ran a smaller
-    batch than was asked for.
+    `held_back` counts the steps in which a submitted request waited for its turn: the engine then ran a smaller batch than
+    was asked for.
     """
 
     requests: list[dict[str, Any]]
     steps: list[StepRecord]
     engine_seconds: float
     held_back: int
+
+    @property
+    def mean_running(self) -> float:
+        """Time average of the batch that ran, over the seconds of the steps."""
+        return sum(step.seconds * step.running for step in self.steps) / sum(step.seconds for step in self.steps)
 
 
 def sampling_parameters(cell: CellPlan, *, index: int, stop_token_ids: list[int]) -> Any:
@@ -57,26 +62,27 @@ def run_closed_loop(llm: Any, cell: CellPlan, *, stop_token_ids: list[int], slow
     waiting = list(enumerate(cell.requests))[::-1]
     records: dict[str, dict[str, Any]] = {}
     steps: list[StepRecord] = []
-    running = held_back = 0
+    inside = held_back = 0
     submitting = 0.0
     began = time.perf_counter()
-    while waiting or running:
-        while waiting and running < cell.batch_size:
+    while waiting or inside:
+        while waiting and inside < cell.batch_size:
             index, request = waiting.pop()
             parameters = sampling_parameters(cell, index=index, stop_token_ids=stop_token_ids)
             now = time.perf_counter()
             records[str(index)] = _new_record(request, t_submit=now - began)
             engine.add_request(str(index), {"prompt_token_ids": request.token_ids}, parameters)
             submitting += time.perf_counter() - now
-            running += 1
+            inside += 1
         before = time.perf_counter()
         outputs = engine.step()
         if slowed_by:
             _wait(slowed_by * (time.perf_counter() - before))
         after = time.perf_counter()
-        steps.append(_note_outputs(records, outputs, seconds=after - before, running=running, now=after - began))
-        running -= sum(output.finished for output in outputs)
-        held_back += bool(len(scheduler.waiting))
+        held = len(scheduler.waiting)  # submitted, but not in the batch of this step
+        steps.append(_note_outputs(records, outputs, seconds=after - before, running=inside - held, now=after - began))
+        inside -= sum(output.finished for output in outputs)
+        held_back += bool(held)
     ordered = [records[str(index)] for index in range(len(cell.requests))]
     return LoopRecord(ordered, steps, submitting + sum(step.seconds for step in steps), held_back)
 

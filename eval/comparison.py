@@ -9,10 +9,10 @@ import numpy as np
 
 from eyas.eval.acceptance.loops import is_loop
 from eyas.eval.acceptance.reconcile import reconcile, reconcile_counters
-from eyas.eval.null import Band, null_band, null_band_of_pairs
-from eyas.eval.records import AR, Blocks, CellRecord
+from eyas.eval.null import Band, band_beside
+from eyas.eval.records import Blocks, CellRecord
 from eyas.eval.samples import METRICS, Metric, Sample, take_sample
-from eyas.eval.stats import DRAWS, Partners, Pool, RatioInterval, compare, pair_up, pool_of
+from eyas.eval.stats import DRAWS, Partners, Pool, RatioInterval, compare, compared_arms, pool_of, sides
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,15 @@ def compare_samples(
     """`compare_arms` from arrays; metrics that are left out are left out of the answer."""
     pools = {metric: pool_of(own, partners=partners) for metric, own in samples.items() if _measurable(own)}
     compared: dict[str, Comparison] = {}
-    for arm in samples["throughput"]:
-        if arm == AR or (partners is not None and arm not in partners):
-            continue
-        baseline, treated = _sides(samples["throughput"], arm, partners=partners)
+    for arm in compared_arms(samples["throughput"], partners=partners):
+        baseline, treated = sides(samples["throughput"], arm, partners=partners)
         intervals: dict[Metric, RatioInterval | None] = {
             metric: _interval(own, arm, pool=pools.get(metric), partners=partners, seed=seed, draws=draws)
             for metric, own in samples.items()
         }
         compared[arm] = Comparison(
             intervals=intervals,
-            null_band=_band(baseline, treated, pool=pools["throughput"], paired=partners is not None),
+            null_band=band_beside(samples["throughput"], arm, pool=pools["throughput"], partners=partners),
             rates=(_mean_rate(baseline), _mean_rate(treated)),
             starts=min(baseline.starts, treated.starts),
             prompts=len(baseline.prompts),
@@ -80,23 +78,13 @@ def _measurable(samples: Mapping[str, Sample]) -> bool:
     return all(sample.measurable for sample in samples.values())
 
 
-def _sides(samples: Mapping[str, Sample], arm: str, *, partners: Partners | None) -> tuple[Sample, Sample]:
-    return (samples[AR], samples[arm]) if partners is None else pair_up(samples, arm, partners=partners)
-
-
 def _interval(
     samples: Mapping[str, Sample], arm: str, *, pool: Pool | None, partners: Partners | None, seed: int, draws: int
 ) -> RatioInterval | None:
     if pool is None:
         return None
-    baseline, treated = _sides(samples, arm, partners=partners)
+    baseline, treated = sides(samples, arm, partners=partners)
     return compare(baseline, treated, pool=pool, paired=partners is not None, seed=seed, draws=draws)
-
-
-def _band(baseline: Sample, treated: Sample, *, pool: Pool, paired: bool) -> Band | None:
-    if paired:
-        return null_band_of_pairs(pool, pairs=treated.starts)
-    return null_band(baseline, pool=pool, treated_starts=treated.starts)
 
 
 def _mean_rate(sample: Sample) -> float:
@@ -105,10 +93,10 @@ def _mean_rate(sample: Sample) -> float:
 
 @dataclass(frozen=True)
 class Quality:
-    """Of one arm in one cell: prompts served, share of looping answers, and how far counters and tokens disagree.
+    """Of one arm in one cell: answers of a block, share of looping ones, and how far counters and tokens disagree.
 
     `reconciliation` is the largest relative gap of any block: tokens that no step explains, or the engine's counters
-    against the sums over its answers.
+    against the sums over its answers. An engine that counts drafts and tells no answer about them has a gap of 1.
     """
 
     requests: int
@@ -128,7 +116,7 @@ def judge_quality(starts: Sequence[Blocks]) -> Quality:
 
 
 def _gap(block: CellRecord) -> float:
+    gap = max(row["share"] for row in reconcile_counters(block.requests, block.counters))
     if all(request.per_step_accepted is None for request in block.requests):
-        return 0.0
-    counters = reconcile_counters(block.requests, block.counters)
-    return max(reconcile(block.requests)["unexplained_share"], *(row["share"] for row in counters))
+        return gap  # plain decoding, or a method that found nothing to draft: no step is counted that explains a token
+    return max(gap, reconcile(block.requests)["unexplained_share"])

@@ -1,33 +1,20 @@
 """What the resolved configurations of the starts differ in, and whether that voids the comparison.
 
-Arms may differ in `speculative_config` and in what vLLM makes of it by itself; each such consequence is listed here with its
-reason. Any other difference means that two machines, versions or settings were compared, and not two ways of decoding: the
+Arms may differ in `speculative_config` and in what vLLM makes of it by itself (`eyas.eval.forced`), and starts of one arm in
+nothing. Any other difference means that two machines, versions or settings were compared, and not two ways of decoding: the
 arm's cells then have no verdict, whatever their ratio.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+from eyas.eval.forced import forced_reason, measured_reason
 from eyas.eval.records import AR, StartRecord
 
-_OWN_CACHE = "the head's own KV cache takes its share"
-FORCED = {
-    "observability_config.per_request_spec_decode_metrics": "vLLM refuses the metrics without a head",
-    "scheduler_config.max_num_scheduled_tokens": "set only when tokens are drafted",
-    "scheduler_config.async_scheduling": "chosen by vLLM per speculative method",
-    "parallel_config.disable_nccl_for_dp_synchronization": "follows async scheduling; nothing runs in data parallel here",
-    "cache_config.num_gpu_blocks": _OWN_CACHE,
-    "cache_config.kv_cache_size_tokens": _OWN_CACHE,
-    "cache_config.kv_cache_max_concurrency": _OWN_CACHE,
-    "model_runner_v2": "vLLM chooses its model runner by the method of an arm",
-    "compilation_config.cudagraph_capture_sizes": "a decode step of a drafting engine holds k + 1 tokens per request",
-    "compilation_config.max_cudagraph_capture_size": "a decode step of a drafting engine holds k + 1 tokens per request",
-    "compilation_config.cudagraph_mode": "vLLM gives up full graphs where the number of verified tokens changes",
-    "compilation_config.fast_moe_cold_start": "off whenever tokens are drafted; without effect on models without experts",
-}
-"""Settings that vLLM itself sets differently when it drafts, and why."""
+SPECULATIVE = "speculative_config"
+"""The section by which arms are meant to differ."""
 
 LEFTOVERS = (
     "compilation_config.cache_dir",
@@ -39,60 +26,90 @@ LEFTOVERS = (
 )
 """What compiling leaves behind in the configuration and the environment; vLLM's own comparison leaves it out too."""
 
-MEASURED = {
-    "cache_config.num_gpu_blocks": "vLLM measures the free memory at every start",
-    "cache_config.kv_cache_size_tokens": "vLLM measures the free memory at every start",
-    "cache_config.kv_cache_max_concurrency": "vLLM measures the free memory at every start",
-}
-"""Settings that may differ a little between two starts of one arm."""
-
-MEASURED_TOLERANCE = 0.02
-"""Relative difference of a measured setting between two starts without a head that is no difference of settings."""
-
-MACHINE = ("packages", "cpu", "cpu_count", "gpus", "torch_threads", "environment")
+MACHINE = (
+    "python",
+    "packages",
+    "vllm_commit",
+    "cuda",
+    "cpu",
+    "cpu_count",
+    "memory_gib",
+    "gpus",
+    "gpu_limits",
+    "torch_threads",
+    "environment",
+)
 """Facts of the machine that must be the same for all starts; load averages are of course not."""
 
 
+class Resolved(NamedTuple):
+    """One engine as it was resolved: its settings by their dotted names."""
+
+    arm: str
+    drafts: bool
+    settings: Mapping[str, Any]
+
+
 def config_differences(starts: Sequence[StartRecord]) -> list[dict[str, Any]]:
-    """Resolved settings, other than `speculative_config`, in which a start differs from the first AR start.
+    """Resolved settings in which a start differs from the first AR start, or from the first one of its own arm."""
+    return compare_settings(
+        [Resolved(start.arm, start.draft_length > 0, flat_settings(start.description)) for start in starts]
+    )
 
-    Each difference says whether it is forced by serving a head (and why) or stands to be explained.
+
+def compare_settings(engines: Sequence[Resolved]) -> list[dict[str, Any]]:
+    """What every engine differs in from the first one of plain decoding, and from the first one of its own arm.
+
+    Each difference names the arm it was found `against`, and says why it is `forced`, by drafting or by how vLLM measures
+    memory, or stands to be explained (None).
     """
-    baselines = [start for start in starts if start.arm == AR]
-    if not baselines:
+    first = {engine.arm: engine for engine in reversed(engines)}
+    if AR not in first:
         return []
-    reference = _flatten(baselines[0].description)
-    differences: dict[tuple[str, str], dict[str, Any]] = {}
-    for start in starts:
-        settings = _flatten(start.description)
-        for name in sorted({*reference, *settings}):
-            if reference.get(name) != settings.get(name):
-                differences[start.arm, name] = {
-                    "arm": start.arm,
-                    "setting": name,
-                    "ar": reference.get(name),
-                    "value": settings.get(name),
-                    "forced": _forced(name, reference.get(name), settings.get(name), drafts=start.draft_length > 0),
-                }
-    return list(differences.values())
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for engine in engines:
+        for against in dict.fromkeys((AR, engine.arm)):
+            for difference in _compare(engine, first[against]):
+                key = engine.arm, against, difference["setting"]
+                if key not in found or difference["forced"] is None:
+                    found[key] = difference
+    return list(found.values())
 
 
-def _forced(name: str, reference: Any, value: Any, *, drafts: bool) -> str | None:
-    if drafts:
-        return FORCED.get(name)
-    if name in MEASURED and isinstance(reference, int | float) and isinstance(value, int | float):
-        near = abs(value - reference) <= MEASURED_TOLERANCE * abs(reference)
-        return MEASURED[name] if near else None
-    return None
+def _compare(engine: Resolved, reference: Resolved) -> list[dict[str, Any]]:
+    same_arm = engine.arm == reference.arm
+    differences = []
+    for name in sorted({*reference.settings, *engine.settings}):
+        ours, theirs = reference.settings.get(name), engine.settings.get(name)
+        if ours == theirs or (not same_arm and name.partition(".")[0] == SPECULATIVE):
+            continue
+        forced = (
+            measured_reason(name, ours, theirs) if same_arm else forced_reason(name, ours, theirs, drafts=engine.drafts)
+        )
+        differences.append(
+            {
+                "arm": engine.arm,
+                "against": reference.arm,
+                "setting": name,
+                "reference": ours,
+                "value": theirs,
+                "forced": forced,
+            }
+        )
+    return differences
 
 
 def void_reasons(differences: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Arm -> why its comparison with AR is void. A difference between two AR starts stands under AR and voids all."""
-    settings: dict[str, list[str]] = {}
+    found: dict[str, dict[str, list[str]]] = {}
     for difference in differences:
         if difference["forced"] is None:
-            settings.setdefault(difference["arm"], []).append(difference["setting"])
-    return {arm: f"the engines differ in {', '.join(names)}" for arm, names in settings.items()}
+            words = "two of its starts" if difference["against"] == difference["arm"] != AR else "the engines"
+            found.setdefault(difference["arm"], {}).setdefault(words, []).append(difference["setting"])
+    return {
+        arm: "; ".join(f"{words} differ in {', '.join(names)}" for words, names in settings.items())
+        for arm, settings in found.items()
+    }
 
 
 def void_by_arm(differences: Sequence[dict[str, Any]], *, arms: Sequence[str]) -> dict[str, str]:
@@ -102,15 +119,19 @@ def void_by_arm(differences: Sequence[dict[str, Any]], *, arms: Sequence[str]) -
     return shared | {arm: reason for arm, reason in own.items() if arm != AR}
 
 
-def _flatten(description: dict[str, Any]) -> dict[str, Any]:
-    """`section.name` -> value for every setting of the engine and every fact of the machine that must be equal."""
-    machine = {f"machine.{name}": description["machine"].get(name) for name in MACHINE}
-    flat: dict[str, Any] = {}
-    for section, value in {**description["engine"], **machine}.items():
-        if section == "speculative_config":
-            continue
-        if isinstance(value, dict):
-            flat.update({f"{section}.{name}": inner for name, inner in value.items()})
-        else:
-            flat[section] = value
+def flat_settings(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting of the engine, and every fact of the machine that must be equal, by its dotted name."""
+    machine = {name: description["machine"].get(name) for name in MACHINE}
+    flat = flatten({**description["engine"], "machine": machine})
     return {name: value for name, value in flat.items() if name not in LEFTOVERS}
+
+
+def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested objects by their dotted names. An empty object is a leaf."""
+    flat: dict[str, Any] = {}
+    for name, inner in value.items():
+        if isinstance(inner, Mapping) and inner:
+            flat |= flatten(inner, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = inner
+    return flat

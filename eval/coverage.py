@@ -11,9 +11,10 @@ from eyas.eval.simulation import Design, Simulated, simulate
 STARTS = (3, 5, 8)
 ARMS = (2, 5, 9)
 NOISES = ((0.0, 0.02), (0.03, 0.05), (0.1, 0.12))
-PROMPTS = (6, 16, 64)
+PROMPTS = (12, 16, 64)
 PROMPT_SD = 0.1
 TYPICAL = Design(arms=5, starts=3, prompts=16, start_sd=0.03, block_sd=0.05, prompt_sd=PROMPT_SD)
+PROMPTS_ALONE = replace(TYPICAL, start_sd=0.0, block_sd=0.02)
 VARIANTS: tuple[tuple[str, Design], ...] = (
     ("as assumed", TYPICAL),
     ("4 blocks per start", replace(TYPICAL, blocks=4)),
@@ -24,12 +25,17 @@ VARIANTS: tuple[tuple[str, Design], ...] = (
     ("one start in eight is far off", replace(TYPICAL, start_sd=0.06, tails="rare")),
     ("two arms only, one start in eight far off", replace(TYPICAL, arms=2, start_sd=0.06, tails="rare")),
     ("24 cells a session, Holm", replace(TYPICAL, cells=24)),
+    ("24 cells, 6 arms, 12 prompts, noise of prompts alone", replace(PROMPTS_ALONE, arms=6, cells=24, prompts=12)),
+    ("24 cells, 6 arms, 16 prompts, noise of prompts alone", replace(PROMPTS_ALONE, arms=6, cells=24, prompts=16)),
+    ("9 arms, 12 prompts, noise of prompts alone", replace(PROMPTS_ALONE, arms=9, prompts=12)),
+    ("9 arms, 6 prompts, noise of prompts alone", replace(PROMPTS_ALONE, arms=9, prompts=6)),
+    ("side by side, pairs scatter by 3 %", replace(TYPICAL, arms=6, block_sd=0.0, paired=True)),
     ("slower by 20 %", replace(TYPICAL, log_ratio=-0.2231)),
 )
 
 
 def designs() -> Iterator[Design]:
-    """The grid: starts 3 to 8, arms 2 to 9, quiet to loud machines, 6 to 64 prompts."""
+    """The grid: starts 3 to 8, arms 2 to 9, quiet to loud machines, 12 to 64 prompts."""
     for starts, arms, (start_sd, block_sd), prompts in itertools.product(STARTS, ARMS, NOISES, PROMPTS):
         yield Design(
             arms=arms, starts=starts, prompts=prompts, start_sd=start_sd, block_sd=block_sd, prompt_sd=PROMPT_SD
@@ -64,8 +70,7 @@ def variants_table(*, tests: int, say: Callable[[str], None]) -> list[Simulated]
 
 
 def _simulate(design: Design, *, tests: int) -> Simulated:
-    per_session = (design.arms - 1) * design.cells
-    sessions = -(-tests // per_session)
+    sessions = -(-tests // design.tests)
     if design.cells > 1:  # what is asked there is the share of sessions
         sessions = max(sessions, tests // 10)
     return simulate(design, sessions=sessions, seed=design.starts)

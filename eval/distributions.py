@@ -60,12 +60,20 @@ def student_tail(t: float, degrees: float) -> float:
 def student_quantile(tail: float, degrees: float) -> float:
     """The t that |T| exceeds with probability `tail`: 2.776 for tail 0.05 and 4 degrees of freedom."""
     assert 0 < tail <= 1, f"a tail of {tail} is no probability"
+    t = NormalDist().inv_cdf(1 - tail / 2)  # too small, since Student's tails are heavier
     if degrees >= MANY_DEGREES:
-        return NormalDist().inv_cdf(1 - tail / 2)
-    low, high = 0.0, 1.0
-    while student_tail(high, degrees) > tail:
-        low, high = high, 2 * high
-    return _crossing(lambda t: tail - student_tail(t, degrees), low, high)
+        return t
+    for _ in range(STEPS):  # the tail is convex, so Newton's method comes from the left and never goes too far
+        step = (student_tail(t, degrees) - tail) / (2 * _student_density(t, degrees))
+        t += step
+        if abs(step) <= 1e-12 * (1 + t):
+            break
+    return t
+
+
+def _student_density(t: float, degrees: float) -> float:
+    log_front = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - math.log(degrees * math.pi) / 2
+    return math.exp(log_front - (degrees + 1) / 2 * math.log1p(t * t / degrees))
 
 
 def beta_quantile(probability: float, a: float, b: float) -> float:

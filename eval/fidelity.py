@@ -10,25 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eyas.eval.acceptance import marginal_rates, tau_step_weighted
+from eyas.eval.acceptance import accepted_in_answer, marginal_rates, tau_step_weighted
 from eyas.eval.records import RequestRecord
 
 PARITY_TOLERANCE = 0.03
 """Largest relative difference between predicted and served tau that counts as parity."""
-
-
-def accepted_within_answer(request: RequestRecord) -> list[int]:
-    """Accepted tokens of each draft step as far as they are in the answer.
-
-    The engine counts what it verified, which at the end may lie behind a stop token or the length limit: tokens that
-    nobody received, and that no offline walk over the answer knows of.
-    """
-    counts: list[int] = []
-    given = 1  # the first token comes from reading the prompt
-    for accepted in request.per_step_accepted or []:
-        counts.append(max(0, min(accepted, request.n_out - given)))
-        given += accepted + 1
-    return counts
 
 
 def check_parity(
@@ -36,11 +22,13 @@ def check_parity(
 ) -> dict[str, Any]:
     """Compare the acceptance computed offline with what the engine served on the same answers.
 
+    Tokens that the engine accepted behind the end of an answer are left out: no walk over the answer knows of them.
+
     Args:
         drafted: greedy answers of a head arm. offline: prompt id -> accepted tokens of each step, predicted.
         draft_length: tokens drafted in each step, on both sides.
     """
-    served = [accepted_within_answer(request) for request in drafted]
+    served = [accepted_in_answer(request) for request in drafted]
     predicted = [list(offline[request.prompt_id]) for request in drafted]
     tau_served, tau_offline = tau_step_weighted(served), tau_step_weighted(predicted)
     difference = None if tau_served is None or tau_offline is None else tau_offline / tau_served - 1

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from eyas.eval.child import Child, started_child
 from eyas.eval.paired import PARTNER_FAILED, drive_pair
 from eyas.eval.plan import StartPlan
-from eyas.heads.files import read_json, write_json, write_text
+from eyas.eval.salvage import forget_earlier, remove_records, set_aside, settle
+from eyas.heads.files import read_json, write_json
 
 WORKER = (sys.executable, "-m", "eyas.eval.engine")
 LOG_TAIL_LINES = 30
+INTERRUPTED = "interrupted"
+KILLED = "killed while it ran"
 
 
 def relay_to_stdout(line: str) -> None:
@@ -35,17 +38,18 @@ class Launcher:
     def run(self, plan: StartPlan, stem: Path) -> bool:
         """Run `plan`, or skip it when `stem`.jsonl already holds its whole result. Returns whether it is whole.
 
-        Writes stem.plan.json, stem.log (the child's stderr) and stem.jsonl with stem.json. A failure is recorded in
-        stem.failed.json and costs this start only: the blocks that it had finished stay in stem.jsonl.
+        Writes stem.plan.json, stem.log (the child's stderr) and stem.jsonl with stem.json. A failure or an interruption is
+        recorded in stem.failed.json and costs this start only: the blocks that it had finished stay in stem.jsonl, or those
+        of an earlier attempt where they are more.
         """
         if is_finished(plan, stem):
             return True
-        _begin(plan, stem)
+        _begin(plan, stem, keep=_is_planned(plan, stem))
         try:
             with self._started(stem) as child:
                 reason = child.wait(timeout_s=self.timeout_s)
         except BaseException:
-            _partial(stem).unlink(missing_ok=True)
+            self._conclude(plan, stem, reason=INTERRUPTED)
             raise
         return self._conclude(plan, stem, reason=_reason(reason, stem))
 
@@ -57,20 +61,26 @@ class Launcher:
         if all(is_finished(plan, stem) for plan, stem in zip(plans, stems, strict=True)):
             return True
         for plan, stem in zip(plans, stems, strict=True):
-            _begin(plan, stem)
+            _begin(plan, stem, keep=False)
+        starters = partial(self._started, stems[0], "--wait"), partial(self._started, stems[1], "--wait")
         try:
-            with self._started(stems[0], "--wait") as one, self._started(stems[1], "--wait") as other:
-                blocks = len(plans[0].cells) * plans[0].blocks
-                reasons = drive_pair((one, other), blocks=blocks, timeout_s=2 * self.timeout_s)
+            blocks = len(plans[0].cells) * plans[0].blocks
+            reasons = drive_pair(starters, blocks=blocks, timeout_s=2 * self.timeout_s)
         except BaseException:
-            _discard(stems)
+            self._conclude_pair(plans, stems, reasons=(INTERRUPTED, INTERRUPTED))
             raise
-        found = [_reason(reason, stem) for reason, stem in zip(reasons, stems, strict=True)]
-        if any(found):
-            _discard(stems)
-            found = [reason or PARTNER_FAILED for reason in found]
+        one, other = (_reason(reason, stem) for reason, stem in zip(reasons, stems, strict=True))
+        return self._conclude_pair(plans, stems, reasons=(one, other))
+
+    def _conclude_pair(
+        self, plans: tuple[StartPlan, StartPlan], stems: tuple[Path, Path], *, reasons: tuple[str | None, str | None]
+    ) -> bool:
+        if any(reasons):
+            for stem in stems:
+                remove_records(stem)
         whole = [
-            self._conclude(plan, stem, reason=reason) for plan, stem, reason in zip(plans, stems, found, strict=True)
+            self._conclude(plan, stem, reason=(reason or PARTNER_FAILED) if any(reasons) else None)
+            for plan, stem, reason in zip(plans, stems, reasons, strict=True)
         ]
         return all(whole)
 
@@ -85,29 +95,44 @@ class Launcher:
     def _conclude(self, plan: StartPlan, stem: Path, *, reason: str | None) -> bool:
         """Record a failure, if it was one, and keep what had been measured by then."""
         if reason is None:
+            forget_earlier(stem)
+            stem.with_suffix(".failed.json").unlink()
             return True
-        kept = _salvage(_partial(stem), stem.with_suffix(".jsonl"))
-        tail = stem.with_suffix(".log").read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        failure = {"arm": plan.arm, "start": plan.start, "reason": reason, "kept_blocks": kept, "log_tail": tail}
-        write_json(stem.with_suffix(".failed.json"), failure)
+        _record_failure(plan, stem, reason=reason, kept_blocks=settle(stem))
         self.relay(f"{plan.start:03d} {plan.arm:<4} failed: {reason}; see {stem.with_suffix('.log')}\n")
         return False
 
 
 def is_finished(plan: StartPlan, stem: Path) -> bool:
     """Whether the whole result of exactly this plan lies at `stem`."""
-    plan_path = stem.with_suffix(".plan.json")
     if stem.with_suffix(".failed.json").exists() or not stem.with_suffix(".jsonl").is_file():
         return False
+    return _is_planned(plan, stem)
+
+
+def _is_planned(plan: StartPlan, stem: Path) -> bool:
+    """Whether the last attempt at `stem` was at exactly this plan."""
+    plan_path = stem.with_suffix(".plan.json")
     return plan_path.is_file() and read_json(plan_path) == plan.to_json()
 
 
-def _begin(plan: StartPlan, stem: Path) -> None:
-    """Remove what an earlier attempt left and write the plan."""
-    for suffix in (".jsonl", ".json", ".failed.json"):
-        stem.with_suffix(suffix).unlink(missing_ok=True)
-    _partial(stem).unlink(missing_ok=True)
+def _begin(plan: StartPlan, stem: Path, *, keep: bool) -> None:
+    """Make room for an attempt. Until it has ended it counts as failed, so that a kill at any moment leaves no half start.
+
+    `keep`: what earlier attempts had measured is kept for the case that this one gets less far.
+    """
+    stem.with_suffix(".log").unlink(missing_ok=True)
+    _record_failure(plan, stem, reason=KILLED, kept_blocks=0)
+    if keep:
+        set_aside(stem)
+    else:
+        remove_records(stem)
     write_json(stem.with_suffix(".plan.json"), plan.to_json())
+
+
+def _record_failure(plan: StartPlan, stem: Path, *, reason: str, kept_blocks: int) -> None:
+    failure = {"arm": plan.arm, "start": plan.start, "reason": reason, "kept_blocks": kept_blocks}
+    write_json(stem.with_suffix(".failed.json"), failure | {"log_tail": _tail(stem)})
 
 
 def _reason(reason: str | None, stem: Path) -> str | None:
@@ -117,36 +142,7 @@ def _reason(reason: str | None, stem: Path) -> str | None:
     return reason
 
 
-def _discard(stems: Sequence[Path]) -> None:
-    for stem in stems:
-        _partial(stem).unlink(missing_ok=True)
-        stem.with_suffix(".jsonl").unlink(missing_ok=True)
-
-
-def _partial(stem: Path) -> Path:
-    return stem.with_suffix(".jsonl.partial")
-
-
-def _salvage(partial: Path, result: Path) -> int:
-    """Make the finished blocks of a failed start its result; returns how many there are."""
-    blocks = finished_blocks(partial)
-    partial.unlink(missing_ok=True)
-    if blocks and result.with_suffix(".json").is_file():
-        write_text(result, "".join("".join(block) for block in blocks))
-        return len(blocks)
-    result.unlink(missing_ok=True)
-    result.with_suffix(".json").unlink(missing_ok=True)
-    return 0
-
-
-def finished_blocks(partial: Path) -> list[list[str]]:
-    """The lines of each block that is complete in a file of records, the block's own line last; a torn end is left out."""
-    blocks: list[list[str]] = []
-    lines: list[str] = []
-    for line in partial.read_text(encoding="utf-8").splitlines(keepends=True) if partial.is_file() else ():
-        lines.append(line)
-        with suppress(json.JSONDecodeError):
-            if line.endswith("\n") and json.loads(line)["kind"] == "cell":
-                blocks.append(lines)
-                lines = []
-    return blocks
+def _tail(stem: Path) -> list[str]:
+    """The end of the child's log; nothing of a child that never started."""
+    log = stem.with_suffix(".log")
+    return log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:] if log.is_file() else []

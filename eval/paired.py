@@ -8,8 +8,13 @@ the report says which protocol made a number.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 
 from eyas.eval.child import Child
+
+Starter = Callable[[], AbstractContextManager[Child]]
+"""Starts a worker, which ends with the block."""
 
 Reasons = tuple[str | None, str | None]
 """Why each child of a pair failed; None for one that ended well."""
@@ -17,19 +22,27 @@ Reasons = tuple[str | None, str | None]
 PARTNER_FAILED = "ended because its partner failed"
 
 
-def drive_pair(pair: tuple[Child, Child], *, blocks: int, timeout_s: float) -> Reasons:
-    """Let two workers take turns until each has done all its blocks.
+def drive_pair(starters: tuple[Starter, Starter], *, blocks: int, timeout_s: float) -> Reasons:
+    """Load two workers one after the other and let them take turns until each has done all its blocks.
 
     Args:
-        pair: two started workers, each of which says when it waits and does one block at every word.
+        starters: start a worker that says when it waits and does one block at every word. The second one is loaded when
+            the first is: an engine measures the free memory of its GPU while it loads.
         blocks: of each worker, all cells together.
         timeout_s: of the whole pair.
     """
     deadline = time.monotonic() + timeout_s
-    for index, child in enumerate(pair):  # both engines are loaded before either works
-        reason = child.wait_ready(deadline=deadline)
-        if reason is not None:
-            return _failed(index, _with_limit(reason, timeout_s))
+    with ExitStack() as stack:
+        pair: list[Child] = []
+        for index, start in enumerate(starters):
+            pair.append(stack.enter_context(start()))
+            reason = pair[index].wait_ready(deadline=deadline)
+            if reason is not None:
+                return _failed(index, _with_limit(reason, timeout_s))
+        return _take_turns((pair[0], pair[1]), blocks=blocks, deadline=deadline, timeout_s=timeout_s)
+
+
+def _take_turns(pair: tuple[Child, Child], *, blocks: int, deadline: float, timeout_s: float) -> Reasons:
     for number in range(blocks):
         for index in (0, 1) if number % 2 == 0 else (1, 0):
             pair[index].go()

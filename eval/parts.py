@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from eyas.eval.arms import arm_plan
+from eyas.eval.arms import Arm
+from eyas.eval.grid import Turn, run_grid
 from eyas.eval.lossless.run import Predict, run_lossless
 from eyas.eval.openloop.client import Sampling
-from eyas.eval.openloop.load import Patience
+from eyas.eval.openloop.load import patience_of
 from eyas.eval.openloop.plan import LoadPlan
 from eyas.eval.openloop.run import run_open_loop
-from eyas.eval.openloop.server import ServedEngine
 from eyas.eval.prompts import FIXED_LENGTH
+from eyas.eval.records import read_starts
+from eyas.eval.serve_options import served_engine
 from eyas.eval.sessions import Session
 from eyas.eval.settings import Engine, Load, LosslessSettings, OpenLoopSettings
+from eyas.heads.serving import on_cpu
 
 OPEN_LOOP_WARMUP = 8
 """Warm-up requests sent to a server at once, if it runs as many: the batches of light and of heavier load."""
@@ -25,7 +29,6 @@ SPLIT_BLOCKS = 2
 def measure_time_split(session: Session) -> None:
     """One instrumented start of every arm, on the first dataset and temperature, into instrument/."""
     directory = session.directory / "instrument"
-    directory.mkdir(parents=True, exist_ok=True)
     first = session.plan.cells[0]
     cells = [
         replace(cell, requests=cell.requests[: cell.batch_size])
@@ -33,8 +36,9 @@ def measure_time_split(session: Session) -> None:
         if (cell.dataset, cell.temperature) == (first.dataset, first.temperature)
     ]
     plan = replace(session.plan, cells=cells, instrument=True, protocol="starts", blocks=SPLIT_BLOCKS)
-    for number, arm in enumerate(arm for arm in session.arms if arm.kind != "schedule"):
-        session.launcher.run(arm_plan(plan, arm, start=number, round=0), directory / f"{number:03d}-{arm.name}")
+    timed = [arm for arm in session.arms if arm.kind != "schedule"]
+    turns = [Turn((arm,), number, 0) for number, arm in enumerate(timed)]
+    run_grid(directory, plan=plan, turns=turns, launcher=session.launcher)
 
 
 def measure_lossless(session: Session, *, settings: LosslessSettings, predict: Predict | None) -> None:
@@ -62,34 +66,28 @@ def measure_open_loop(
         plan=plan_open_loop(session, settings=settings, load=load, engine=engine),
         arms=session.arms,
         starts_per_arm=starts_per_arm,
+        wanted=settings.requests,
         slo_ttft_ms=settings.slo_ttft_ms,
         slo_tpot_ms=settings.slo_tpot_ms,
         environment=session.launcher.environment,
+        ready_timeout_s=engine.timeout_s,
         relay=session.launcher.relay,
     )
 
 
 def plan_open_loop(session: Session, *, settings: OpenLoopSettings, load: Load, engine: Engine) -> LoadPlan:
-    """The held-out prompts at the first temperature, on a server with the engine settings of the grid."""
+    """The held-out prompts at one temperature, on a server with the engine settings of the grid."""
     plan, label = session.plan, FIXED_LENGTH if load.fixed_length else ""
     requests = session.prompts.heldout[: settings.requests]
     return LoadPlan(
-        engine=ServedEngine(
-            target_dir=plan.target_dir,
-            trust_remote_code=plan.trust_remote_code,
-            dtype=plan.dtype,
-            max_model_len=plan.max_model_len,
-            max_num_seqs=plan.max_num_seqs,
-            seed=plan.seed,
-            enforce_eager=plan.enforce_eager,
-            prefix_caching=plan.prefix_caching,
-        ),
+        session=plan.session,
+        engine=served_engine(plan, measured=read_starts(session.starts)),
         requests=[replace(request, dataset=request.dataset + label) for request in requests],
         warmup=[plan.warmup] * min(plan.max_num_seqs, OPEN_LOOP_WARMUP),
         rates=list(settings.rates),
         seed=load.seed,
         sampling=Sampling(
-            temperature=load.temperatures[0],
+            temperature=open_loop_temperature(load.temperatures, arms=session.arms),
             top_p=load.top_p,
             top_k=load.top_k,
             max_tokens=load.max_tokens,
@@ -98,5 +96,24 @@ def plan_open_loop(session: Session, *, settings: OpenLoopSettings, load: Load, 
             ignore_eos=load.fixed_length,
         ),
         max_connections=settings.max_connections,
-        patience=Patience(request_s=engine.timeout_s, silence_s=engine.timeout_s),
+        patience=patience_of(engine.timeout_s),
+    )
+
+
+def open_loop_temperature(temperatures: Sequence[float], *, arms: Sequence[Arm]) -> float:
+    """The first temperature of the session; on CPU 0, where some arm drafts.
+
+    vLLM's CPU build samples wrongly at temperature > 0 when it drafts (`eyas.eval.lossless.mend`). The grid's engines are
+    mended in their processes; a server is what it is.
+
+    Raises:
+        ValueError: it would have to be served above 0 and cannot be.
+    """
+    if temperatures[0] == 0 or not any(arm.speculative_config for arm in arms) or not on_cpu():
+        return temperatures[0]
+    if 0.0 in temperatures:
+        return 0.0
+    raise ValueError(
+        "score.open_loop: a server of vLLM's CPU build samples wrongly at temperature > 0 when it drafts, and the session has no "
+        "other temperature; add 0 to score.temperatures, or set score.open_loop.rates=[]"
     )

@@ -9,22 +9,28 @@ import numpy as np
 
 from eyas.eval.acceptance.loops import is_loop
 from eyas.eval.latency import latency_summary, throughput
-from eyas.eval.records import AR, ArmFacts, Blocks, CellKey, CellRecord, Cells
+from eyas.eval.lengths import length_rows
+from eyas.eval.records import AR, ArmFacts, Blocks, CellKey, CellRecord, Cells, Phase
 from eyas.eval.stats import geometric_mean
 from eyas.eval.verdict import best_arm
 
 Place = tuple[CellKey, str, list[Blocks]]
 
 
-def performance_results(cells: Cells, arms: Mapping[str, ArmFacts]) -> dict[str, list[dict[str, Any]]]:
-    """All that results.json holds about speed itself; comparisons between arms are the verdict's."""
-    places = list(_walk(cells, arms))
+def performance_results(phases: Mapping[Phase, Cells], arms: Mapping[str, ArmFacts]) -> dict[str, list[dict[str, Any]]]:
+    """All that results.json holds about speed itself; comparisons between arms are the verdict's.
+
+    Every row names its phase: the schedule is measured after the grid, beside starts of plain decoding of its own, and
+    numbers of two phases do not stand beside each other.
+    """
+    places = [({"phase": phase}, place) for phase, cells in phases.items() for place in _walk(cells, arms)]
     return {
-        "best_k": best_draft_lengths(cells, arms),
-        "throughput": [_place(key, arm) | throughput_row(starts) for key, arm, starts in places],
-        "latency": [_place(key, arm) | latency_row(starts) for key, arm, starts in places],
-        "running": [_place(key, arm) | running_row(starts) for key, arm, starts in places],
-        "loops": loop_rows(cells, arms),
+        "best_k": [{"phase": "grid"} | row for row in best_draft_lengths(phases.get("grid", {}), arms)],
+        "throughput": [phase | _place(key, arm) | throughput_row(starts) for phase, (key, arm, starts) in places],
+        "latency": [phase | _place(key, arm) | latency_row(starts) for phase, (key, arm, starts) in places],
+        "running": [phase | _place(key, arm) | running_row(starts) for phase, (key, arm, starts) in places],
+        "loops": [{"phase": phase} | row for phase, cells in phases.items() for row in loop_rows(cells, arms)],
+        "lengths": [{"phase": phase} | row for phase, cells in phases.items() for row in length_rows(cells, arms)],
     }
 
 
@@ -77,10 +83,10 @@ def latency_row(starts: Sequence[Blocks]) -> dict[str, Any]:
 
 
 def running_row(starts: Sequence[Blocks]) -> dict[str, Any]:
-    """The batch that really ran: requests inside the engine, weighted by the seconds of each step.
+    """The batch that really ran, weighted by the seconds of each step; requests that the engine let wait are not in it.
 
-    `at_nominal` is the share of the time at which the full batch ran; `held_back_steps` counts steps after which a
-    submitted request still waited for the engine, which then ran a smaller batch than was asked for.
+    `at_nominal` is the share of the time at which the full batch ran; `held_back_steps` counts steps in which a submitted
+    request waited, so that a smaller batch ran than was asked for.
     """
     blocks = [block for start in starts for block in start]
     steps = sorted((step.running, step.seconds) for block in blocks for step in block.steps)

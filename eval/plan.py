@@ -48,6 +48,9 @@ class StartPlan:
         instrument: time the parts of each step, which slows the engine down: never in a start that is compared.
         beside: the arm whose engine is loaded at the same time (protocol "side-by-side").
         slowed_by: share of each step's time that the worker waits after it; for calibration, 0 in every real arm.
+        tensor_parallel_size: GPUs that the target is split over.
+        gpu_memory_utilization: share of a GPU's memory; None = vLLM's default. An engine `beside` another takes half of it.
+            Not passed on CPU.
     """
 
     target_dir: str
@@ -72,6 +75,8 @@ class StartPlan:
     instrument: bool = False
     beside: str | None = None
     slowed_by: float = 0.0
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float | None = None
 
     @property
     def max_num_seqs(self) -> int:

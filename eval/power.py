@@ -7,6 +7,9 @@ The variance of a log ratio of two arms with n starts of b blocks each over P pr
 and a difference is called when the ratio passes both the interval and the AR-against-AR null band. The smallest
 difference that is called with probability `power` is the quantile of (what must be passed, minus the luck of the ratio)
 over the ways in which the scatter of starts is estimated, AR's own and that of all arms. All sd are of logs: 0.05 is 5 %.
+
+Where two engines ran side by side a pair of starts is one draw of the ratio, so the 2 becomes a 1, start_sd is that of a
+pair (what its blocks add is in it), and the scatter of AR about itself is that of its pairs with its twin.
 """
 
 from __future__ import annotations
@@ -20,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from eyas.eval.distributions import student_quantile
-from eyas.eval.records import AR, ArmFacts, CellKey, Cells
-from eyas.eval.samples import Sample, take_sample
-from eyas.eval.stats import LEVEL, Pool, compare, pool_of, pool_residuals
+from eyas.eval.records import AR, AR_TWIN, CellKey, Cells
+from eyas.eval.samples import Floats, Sample, take_sample
+from eyas.eval.stats import LEVEL, Partners, Pool, compare, compared_arms, pool_of, pool_residuals, sides
 
 POWER = 0.8
 MOST_STARTS = 50
@@ -36,8 +39,8 @@ class Noise:
     """Standard deviations of logs in one cell.
 
     Attributes:
-        start_sd: between starts, beyond what their blocks explain.
-        block_sd: between blocks of a start; 0 where starts have one block, whose noise is then in `start_sd`.
+        start_sd: between starts, beyond what their blocks explain; side by side between pairs, blocks included.
+        block_sd: between blocks of a start; 0 where starts have one block or run side by side: it is in `start_sd` then.
         prompt_sd: of one prompt's ratio between arms.
         prompts: in the cell.
     """
@@ -92,18 +95,26 @@ def smallest_detectable_ratio(
     return resolved_ratio(noise, starts=starts, blocks=blocks, arms=arms, tests=tests, power=power)
 
 
-def resolved_ratio(noise: Noise, *, starts: int, blocks: int, arms: int, tests: int = 1, power: float = POWER) -> float:
-    """`smallest_detectable_ratio` of a noise that was measured."""
+def resolved_ratio(
+    noise: Noise,
+    *,
+    starts: int,
+    blocks: int,
+    arms: int,
+    tests: int = 1,
+    power: float = POWER,
+    paired: bool = False,
+) -> float:
+    """`smallest_detectable_ratio` of a noise that was measured; `paired`: of pairs, AR's twin among the arms."""
     if starts < 2:
         raise ValueError(
             f"{starts} start per arm shows no scatter, so no difference can be told from chance; plan 2 or more"
         )
-    assert arms > 1, "AR and something else"
-    generator = np.random.default_rng(0)
-    own, degrees = starts - 1, arms * (starts - 1)
-    ar, others = generator.chisquare(own, LUCKS), generator.chisquare(degrees - own, LUCKS)
-    pooled, widest = (ar + others) / degrees, np.maximum(ar / own, (ar + others) / degrees)
-    of_starts = 2 / starts * (noise.start_sd**2 + noise.block_sd**2 / blocks)
+    groups = arms - 1 if paired else arms
+    assert groups > 1, "AR and something else, side by side its twin as well"
+    generator, degrees = np.random.default_rng(0), groups * (starts - 1)
+    pooled, widest = _estimates(starts, groups=groups, paired=paired, generator=generator)
+    of_starts = (1 if paired else 2) / starts * (noise.start_sd**2 + noise.block_sd**2 / blocks)
     of_prompts = noise.prompt_sd**2 / noise.prompts
     t = student_quantile((1 - LEVEL) / tests, _degrees(of_starts, of_prompts, degrees=degrees, prompts=noise.prompts))
     interval = t * np.sqrt(of_starts * pooled + of_prompts)
@@ -112,17 +123,32 @@ def resolved_ratio(noise: Noise, *, starts: int, blocks: int, arms: int, tests: 
     return math.exp(float(np.quantile(np.maximum(interval, band) - luck, power)))
 
 
+def _estimates(starts: int, *, groups: int, paired: bool, generator: np.random.Generator) -> tuple[Floats, Floats]:
+    """[LUCKS] estimates of a variance of 1: pooled over all groups, and the larger of that and the first group's own.
+
+    Side by side the first group is the twin's, which scatters about its known mean.
+    """
+    own = starts - 1
+    first, others = generator.chisquare(own, LUCKS), generator.chisquare((groups - 1) * own, LUCKS)
+    pooled = (first + others) / (groups * own)
+    alone = (first + generator.chisquare(1, LUCKS)) / starts if paired else first / own
+    return pooled, np.maximum(alone, pooled)
+
+
 def _degrees(of_starts: float, of_prompts: float, *, degrees: int, prompts: int) -> float:
     """Satterthwaite's degrees of freedom of the two parts."""
     spread = of_starts**2 / degrees + of_prompts**2 / max(prompts - 1, 1)
     return (of_starts + of_prompts) ** 2 / spread if spread else degrees
 
 
-def starts_needed(ratio: float, *, noise: Noise, blocks: int, arms: int) -> int | None:
-    """Fewest starts per arm that resolve `ratio` (above 1) in one test; None when `MOST_STARTS` do not."""
+def starts_needed(
+    ratio: float, *, noise: Noise, blocks: int, arms: int, tests: int, paired: bool = False
+) -> int | None:
+    """Fewest starts per arm (or pairs) that resolve `ratio` (above 1) among `tests`; None when `MOST_STARTS` do not."""
 
     def resolves(starts: int) -> bool:
-        return resolved_ratio(noise, starts=starts, blocks=blocks, arms=arms) <= ratio
+        resolved = resolved_ratio(noise, starts=starts, blocks=blocks, arms=arms, tests=tests, paired=paired)
+        return resolved <= ratio
 
     plans = range(2, MOST_STARTS + 1)
     first = bisect_left(plans, True, key=resolves)
@@ -138,34 +164,47 @@ def plan_starts(
     blocks: int = 1,
     tests: int = 1,
     power: float = POWER,
+    paired: bool = False,
 ) -> StartsPlan:
     """As many starts of every arm as the time allows, and what they resolve.
 
     Args:
         seconds_per_start: of one process with all its cells, loading included, mean over arms.
         budget_seconds: for the whole session.
-        arms: AR among them.
+        arms: AR among them, side by side its twin as well.
         noise: measured by an earlier session on this machine, or the typical one.
         blocks, tests, power: as in `smallest_detectable_ratio`.
+        paired: every other arm runs beside an AR of its own, and `seconds_per_start` is of such a pair.
     """
-    assert seconds_per_start > 0 and arms > 0, "a start takes time"
-    starts = max(int(budget_seconds // (seconds_per_start * arms)), 0)
+    turns = arms - 1 if paired else arms
+    assert seconds_per_start > 0 and turns > 0, "a start takes time"
+    starts = max(int(budget_seconds // (seconds_per_start * turns)), 0)
     resolved = None
     if starts >= 2:
-        resolved = resolved_ratio(noise, starts=starts, blocks=blocks, arms=arms, tests=tests, power=power)
-    return StartsPlan(starts, starts * arms * seconds_per_start, resolved)
+        resolved = resolved_ratio(
+            noise, starts=starts, blocks=blocks, arms=arms, tests=tests, power=power, paired=paired
+        )
+    return StartsPlan(starts, starts * turns * seconds_per_start, resolved)
 
 
-def measured_noise(samples: Mapping[str, Sample]) -> Noise | None:
-    """The noise of one cell from the samples of its arms; None where no arm has two starts or AR is missing."""
-    pool = pool_of(samples)
-    if not pool.degrees or AR not in samples:
+def measured_noise(samples: Mapping[str, Sample], *, partners: Partners | None = None) -> Noise | None:
+    """The noise of one cell from the samples of its arms; None where too little is known.
+
+    That is: no arm with two starts, no AR, one prompt, or side by side no pair of AR and its twin.
+    """
+    if AR not in samples or len(samples[AR].prompts) < 2:
         return None
-    blocks = float(np.mean(np.concatenate([sample.blocks_of_start for sample in samples.values()])))
-    block_sd = _block_pool(samples).sd
-    start_sd = math.sqrt(max(pool.sd**2 - block_sd**2 / blocks, 0.0))
-    prompts = len(samples[AR].prompts)
-    return Noise(start_sd, block_sd, _prompt_sd(samples), prompts)
+    if partners is not None and (AR_TWIN not in partners or AR_TWIN not in samples):
+        return None
+    pool = pool_of(samples, partners=partners)
+    if not pool.degrees:
+        return None
+    start_sd, block_sd = pool.sd, 0.0
+    if partners is None:
+        blocks = float(np.mean(np.concatenate([sample.blocks_of_start for sample in samples.values()])))
+        block_sd = _block_pool(samples).sd
+        start_sd = math.sqrt(max(pool.sd**2 - block_sd**2 / blocks, 0.0))
+    return Noise(start_sd, block_sd, _prompt_sd(samples, partners=partners), len(samples[AR].prompts))
 
 
 def _block_pool(samples: Mapping[str, Sample]) -> Pool:
@@ -176,36 +215,48 @@ def _block_pool(samples: Mapping[str, Sample]) -> Pool:
     return pool_residuals(groups)
 
 
-def _prompt_sd(samples: Mapping[str, Sample]) -> float:
+def _prompt_sd(samples: Mapping[str, Sample], *, partners: Partners | None) -> float:
     """Root mean square over arms, from the variance that prompts alone bring into the ratio to AR."""
     no_starts = Pool(np.zeros(1), 1)
-    errors = [
-        compare(samples[AR], sample, pool=no_starts, seed=0).standard_error
-        for arm, sample in samples.items()
-        if arm != AR
-    ]
+    errors = []
+    for arm in compared_arms(samples, partners=partners):
+        baseline, treated = sides(samples, arm, partners=partners)
+        paired = partners is not None
+        errors.append(compare(baseline, treated, pool=no_starts, paired=paired, seed=0).standard_error)
     prompts = len(samples[AR].prompts)
     return math.sqrt(float(np.mean(np.square(errors))) * prompts) if errors else 0.0
 
 
-def power_rows(cells: Cells, *, arms: Mapping[str, ArmFacts]) -> list[dict[str, Any]]:
-    """Per cell: measured noise, what this session resolves, and how many starts smaller differences would need."""
-    tests = sum(arm != AR and arm in group for group in cells.values() if AR in group for arm in arms)
+def power_rows(cells: Cells, *, tests: int, partners: Partners | None = None) -> list[dict[str, Any]]:
+    """Per cell: measured noise, what this session resolves, and how many starts smaller differences would need.
+
+    Args:
+        cells: the records of the grid.
+        tests: comparisons that Holm's correction counts, those of the schedule's phase among them.
+        partners: which AR start ran beside which start; None where engines ran one at a time.
+    """
     rows = []
     for key, group in cells.items():
         samples = {arm: take_sample(starts, metric="throughput") for arm, starts in group.items()}
-        noise = measured_noise(samples)
-        if noise is not None and len(samples) > 1:
-            rows.append(_row(key, samples, noise=noise, tests=tests))
+        noise = measured_noise(samples, partners=partners)
+        if noise is not None and len(samples) > (1 if partners is None else 2):
+            rows.append(_row(key, samples, noise=noise, tests=max(tests, 1), partners=partners))
     return rows
 
 
-def _row(key: CellKey, samples: Mapping[str, Sample], *, noise: Noise, tests: int) -> dict[str, Any]:
-    starts = min(sample.starts for sample in samples.values())
+def _row(
+    key: CellKey, samples: Mapping[str, Sample], *, noise: Noise, tests: int, partners: Partners | None
+) -> dict[str, Any]:
+    paired = partners is not None
+    starts = min(sides(samples, arm, partners=partners)[1].starts for arm in compared_arms(samples, partners=partners))
+    starts = min(starts, samples[AR].starts)
     blocks, arms = round(float(np.mean(samples[AR].blocks_of_start))), len(samples)
     resolved: list[float | None] = [None, None]
     if starts > 1:
-        resolved = [resolved_ratio(noise, starts=starts, blocks=blocks, arms=arms, tests=each) for each in (1, tests)]
+        resolved = [
+            resolved_ratio(noise, starts=starts, blocks=blocks, arms=arms, tests=each, paired=paired)
+            for each in (1, tests)
+        ]
     return {
         "dataset": key.dataset,
         "temperature": key.temperature,
@@ -213,7 +264,7 @@ def _row(key: CellKey, samples: Mapping[str, Sample], *, noise: Noise, tests: in
         "starts": starts,
         "blocks": blocks,
         "start_sd": noise.start_sd,
-        "block_sd": noise.block_sd if blocks > 1 else None,
+        "block_sd": noise.block_sd if blocks > 1 and not paired else None,
         "prompt_sd": noise.prompt_sd,
         "prompts": noise.prompts,
         "arms": arms,
@@ -222,6 +273,7 @@ def _row(key: CellKey, samples: Mapping[str, Sample], *, noise: Noise, tests: in
         "smallest_detectable_ratio": resolved[0],
         "smallest_detectable_ratio_after_holm": resolved[1],
         "starts_needed": {
-            f"{ratio:g}": starts_needed(ratio, noise=noise, blocks=blocks, arms=arms) for ratio in TARGET_RATIOS
+            f"{ratio:g}": starts_needed(ratio, noise=noise, blocks=blocks, arms=arms, tests=tests, paired=paired)
+            for ratio in TARGET_RATIOS
         },
     }

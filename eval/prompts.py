@@ -6,9 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from eyas.eval.mix import mix_workload
 from eyas.eval.plan import CellPlan
 from eyas.eval.settings import Load, PromptSources
-from eyas.eval.workload import HELDOUT, Request, Workload, load_heldout, load_humaneval, load_prompt_set
+from eyas.eval.workload import (
+    HELDOUT,
+    Request,
+    Workload,
+    load_heldout,
+    load_humaneval,
+    load_prompt_set,
+    of_first_units,
+    units,
+)
 from eyas.heads.chat import TargetChat
 
 FIXED_LENGTH = "-fixed-length"
@@ -17,7 +27,11 @@ FIXED_LENGTH = "-fixed-length"
 
 @dataclass(frozen=True)
 class Prompts:
-    """The session's prompts, held-out ones first. The last held-out one warms engines up and is never measured."""
+    """The session's prompts, held-out ones first.
+
+    The first held-out prompt (or conversation, with all its turns) warms engines up and is never measured. It is the first
+    so that it stays the same however many prompts are loaded.
+    """
 
     workloads: list[Workload]
 
@@ -28,13 +42,15 @@ class Prompts:
 
     @property
     def warmup(self) -> list[int]:
-        return self.workloads[0].requests[-1].token_ids
+        return self.workloads[0].requests[0].token_ids
 
     def measured(self, workload: Workload) -> list[Request]:
-        return workload.requests[:-1] if workload.dataset == HELDOUT else workload.requests
+        if workload.dataset != HELDOUT:
+            return workload.requests
+        return [request for request in workload.requests if request.unit != workload.requests[0].unit]
 
     def cells(self, load: Load) -> list[CellPlan]:
-        """A cell per dataset, temperature and batch size, each on the dataset's first prompts."""
+        """A cell per dataset, temperature and batch size, each on the dataset's first prompts or conversations."""
         return [
             _cell(workload.dataset, self.measured(workload), load, temperature=temperature, batch_size=size)
             for workload in self.workloads
@@ -43,14 +59,17 @@ class Prompts:
         ]
 
     def describe(self) -> dict[str, dict[str, Any]]:
-        """Per dataset: how many prompts there are, their hash, and what was left out."""
+        """Per dataset: where it comes from, how many prompts there are, their hash, and what was left out."""
         return {
             workload.dataset: {
+                "file": workload.source.file,
+                "file_sha256": workload.source.sha256,
+                "split": workload.source.split,
                 "turns": workload.turns,
-                "prompts": len(self.measured(workload)),
+                "prompts": len(units(self.measured(workload))),
+                "requests": len(self.measured(workload)),
                 "sha256": replace(workload, requests=self.measured(workload)).digest,
-                "too_long": workload.too_long,
-                "duplicates": workload.duplicates,
+                **workload.left_out,
             }
             for workload in self.workloads
         }
@@ -64,7 +83,7 @@ def _cell(dataset: str, requests: Sequence[Request], load: Load, *, temperature:
         temperature=temperature,
         max_tokens=load.max_tokens,
         seed=load.seed,
-        requests=[replace(request, dataset=name) for request in requests[: load.wanted(batch_size)]],
+        requests=[replace(request, dataset=name) for request in of_first_units(requests, load.wanted(batch_size))],
         top_p=load.top_p,
         top_k=load.top_k,
         ignore_eos=load.fixed_length,
@@ -74,7 +93,7 @@ def _cell(dataset: str, requests: Sequence[Request], load: Load, *, temperature:
 def load_prompts(
     chat: TargetChat, *, sources: PromptSources, load: Load, at_least: int, max_prompt_tokens: int
 ) -> Prompts:
-    """Load what the cells need, no prompt twice, and one held-out prompt more for warm-up.
+    """Load what the cells need, no prompt twice, and one held-out prompt (or conversation) more for warm-up.
 
     Args:
         chat: the target's tokenizer and chat template.
@@ -93,7 +112,7 @@ def load_prompts(
         max_prompt_tokens=max_prompt_tokens,
         turns=sources.heldout_turns,
     )
-    if len(heldout.requests) < 2:
+    if len(units(heldout.requests)) < 2:
         raise ValueError(
             "scoring needs at least 2 held-out prompts, one of them for warm-up; "
             "raise data.heldout_share or give more held-out conversations"
@@ -111,6 +130,10 @@ def load_prompts(
                 limit=min(needed, source.requests or needed),
                 max_prompt_tokens=max_prompt_tokens,
                 turns=source.turns,
+                split=source.split,
             )
         )
+    if sources.mix:
+        measured = {each.dataset: Prompts(workloads).measured(each) for each in workloads}
+        workloads.append(mix_workload(measured, limit=needed, seed=load.seed))
     return Prompts(workloads)

@@ -8,6 +8,7 @@ from typing import Any
 from eyas.eval.grid import Turn
 from eyas.eval.sessions import Session
 from eyas.eval.settings import Engine, Load, Repeats
+from eyas.eval.workload import units
 
 
 def describe_protocol(
@@ -37,6 +38,8 @@ def describe_protocol(
         "prefix_caching": plan.prefix_caching,
         "threads": engine.threads,
         "kv_cache_gib": engine.kv_cache_gib,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "gpu_memory_utilization": engine.gpu_memory_utilization,
         "timeout_s": engine.timeout_s,
         "stop_token_ids": plan.stop_token_ids,
         "seed": load.seed,
@@ -48,7 +51,12 @@ def describe_protocol(
         "batch_sizes": list(load.batch_sizes),
         "template_options": dict(template_options),
         "requests": [
-            {**cell.key._asdict(), "requests": len(cell.requests), "wanted": load.wanted(cell.batch_size)}
+            {
+                **cell.key._asdict(),
+                "requests": len(cell.requests),
+                "prompts": len(units(cell.requests)),
+                "wanted": load.wanted(cell.batch_size),
+            }
             for cell in plan.cells
         ],
         "prompt_sets": session.prompts.describe(),

@@ -17,6 +17,9 @@ from eyas.heads.files import read_json
 AR = "ar"
 """Name of the arm without a head: plain autoregressive decoding."""
 
+AR_TWIN = "ar_twin"
+"""Side by side: plain decoding once more, beside AR. Its pairs tell by how much two equal engines differ."""
+
 Kind = Literal["ar", "head", "other", "schedule"]
 Protocol = Literal["starts", "side-by-side"]
 Phase = Literal["grid", "schedule"]
@@ -42,7 +45,7 @@ class StepRecord(NamedTuple):
 
     Attributes:
         seconds: of the call.
-        running: requests inside the engine during it.
+        running: requests in its batch; those that the engine let wait are not counted.
         tokens: tokens that came out of it.
         prefills: requests whose first token came out of it; 0 = a pure decode step.
     """
@@ -75,6 +78,11 @@ class RequestRecord:
     per_step_drafted: list[int] | None
     conversation: str | None = None
 
+    @property
+    def unit(self) -> str:
+        """The independent witness that this request is part of: its conversation, or the prompt itself."""
+        return self.prompt_id if self.conversation is None else self.conversation
+
 
 @dataclass(frozen=True)
 class CellRecord:
@@ -82,7 +90,7 @@ class CellRecord:
 
     Attributes:
         makespan: seconds from the first submission to the last token.
-        mean_running: time average of requests in flight.
+        mean_running: time average of the batch that ran.
         steps: every engine step of the measured part, in order.
         harness_seconds: the makespan without the time spent inside the engine's calls.
     """

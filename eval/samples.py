@@ -14,7 +14,7 @@ one prompt: they share a history, and so they are no independent witnesses.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -86,6 +86,19 @@ class Sample:
         numbers = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
         return Sample(self.prompts, numbers, self.numerator[chosen], self.denominator[chosen], self.offset[chosen])
 
+    def exchanged(self, other: Sample, starts: Mapping[int, int]) -> Sample:
+        """The same with some starts (by number) in the place of which a start of `other` (its number there) is put."""
+        rows = [
+            other.select([starts[start]]) if start in starts else self.select([start]) for start in range(self.starts)
+        ]
+        return Sample(
+            self.prompts,
+            np.repeat(np.arange(len(rows)), [len(each.start_of_row) for each in rows]),
+            np.concatenate([each.numerator for each in rows]),
+            np.concatenate([each.denominator for each in rows]),
+            np.concatenate([each.offset for each in rows]),
+        )
+
     def slowed(self, log_factor: float) -> Sample:
         """The same with every log value moved by `log_factor`: a known difference, to see whether it is found."""
         return Sample(self.prompts, self.start_of_row, self.numerator, self.denominator, self.offset + log_factor)
@@ -105,7 +118,7 @@ def take_sample(starts: Sequence[Blocks], *, metric: Metric) -> Sample:
     """
     assert starts and all(starts), "an arm in a cell has a start, and a start has a block"
     blocks = [block for start in starts for block in start]
-    prompts = tuple(sorted({_unit(request) for request in blocks[0].requests}))
+    prompts = tuple(sorted({request.unit for request in blocks[0].requests}))
     sums = [_sums(block, prompts, metric=metric) for block in blocks]
     return Sample(
         prompts=prompts,
@@ -116,18 +129,14 @@ def take_sample(starts: Sequence[Blocks], *, metric: Metric) -> Sample:
     )
 
 
-def _unit(request: RequestRecord) -> str:
-    return request.prompt_id if request.conversation is None else request.conversation
-
-
 def _sums(block: CellRecord, prompts: Sequence[str], *, metric: Metric) -> tuple[list[float], list[float]]:
     above, below = dict.fromkeys(prompts, 0.0), dict.fromkeys(prompts, 0.0)
-    units = {_unit(request) for request in block.requests}
+    units = {request.unit for request in block.requests}
     assert units == set(prompts), "all starts and blocks of a cell serve the same prompts"
     for request in block.requests:
         numerator, denominator = _share(request, metric=metric)
-        above[_unit(request)] += numerator
-        below[_unit(request)] += denominator
+        above[request.unit] += numerator
+        below[request.unit] += denominator
     return list(above.values()), list(below.values())
 
 

@@ -7,25 +7,27 @@ speculative_config.json; and the report: results.json, report.md, report.html. E
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from eyas.eval.arms import Arm, plan_arms
-from eyas.eval.budget import decide_starts, plan_words
+from eyas.eval.arms import SCHEDULE, Arm, plan_arms
+from eyas.eval.cost.serving import CONFIG_FILE, SCHEDULE_FILE
+from eyas.eval.first_round import settle_starts
 from eyas.eval.grid import plan_turns, require_both_sides, run_grid
 from eyas.eval.launch import Launcher
 from eyas.eval.lossless.run import Predict
-from eyas.eval.parts import measure_lossless, measure_open_loop, measure_time_split
+from eyas.eval.parts import measure_lossless, measure_open_loop, measure_time_split, open_loop_temperature
 from eyas.eval.plan import StartPlan
 from eyas.eval.prompts import load_prompts
 from eyas.eval.protocol import describe_protocol
-from eyas.eval.records import read_starts
 from eyas.eval.report.build import build_report
 from eyas.eval.schedule_phase import measure_schedule
 from eyas.eval.sessions import Session, open_session
 from eyas.eval.settings import Checks, Engine, Load, PromptSources, Repeats, Subject
+from eyas.eval.workload import units
 from eyas.heads.chat import TargetChat
 from eyas.heads.files import write_json
 from eyas.heads.serving import engine_environment, require_vllm
@@ -64,16 +66,12 @@ def score(
     session = plan_session(
         out_dir, subject=subject, sources=sources, load=load, repeats=repeats, engine=engine, checks=checks
     )
+    if checks.open_loop.rates:
+        open_loop_temperature(load.temperatures, arms=session.arms)  # what cannot be served is refused before the hours
     write_json(out_dir / "context.json", context)
     say_shortages(session, load=load, say=say)
-    starts_plan = decide_starts(
-        out_dir,
-        repeats=repeats,
-        arms=len(session.arms),
-        turns=len(plan_turns(session.arms, protocol=repeats.protocol, starts_per_arm=1)),
-        first_round=lambda: run_first_round(session, repeats),
-    )
-    say(plan_words(starts_plan))
+    drop_parts(session, schedule=subject.schedule, checks=checks)
+    starts_plan = settle_starts(session, repeats=repeats, schedule=subject.schedule, checks=checks, say=say)
     starts_per_arm = starts_plan["starts_per_arm"]
     turns = plan_turns(session.arms, protocol=repeats.protocol, starts_per_arm=starts_per_arm)
     write_json(
@@ -136,6 +134,8 @@ def plan_session(
         protocol=repeats.protocol,
         blocks=repeats.blocks,
         prefix_caching=engine.prefix_caching,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
     )
     environment = engine_environment(threads=engine.threads, kv_cache_gib=engine.kv_cache_gib)
     return Session(
@@ -151,26 +151,27 @@ def room_for_prompts(engine: Engine, arms: Sequence[Arm], *, max_tokens: int) ->
 def say_shortages(session: Session, *, load: Load, say: Say) -> None:
     """Name the cells that get fewer prompts than they need: none is repeated to fill them."""
     for cell in session.plan.cells:
-        wanted = load.wanted(cell.batch_size)
-        if len(cell.requests) < wanted:
+        wanted, found = load.wanted(cell.batch_size), len(units(cell.requests))
+        if found < wanted:
             say(
-                f"{cell.dataset} T={cell.temperature:g} batch {cell.batch_size}: {len(cell.requests)} prompts of {wanted} "
+                f"{cell.dataset} T={cell.temperature:g} batch {cell.batch_size}: {found} prompts of {wanted} "
                 "wanted; there are no more, and none is repeated"
             )
 
 
-def run_first_round(session: Session, repeats: Repeats) -> float:
-    """The grid's first round; returns the mean seconds of a start, which side by side are those of its pair."""
-    turns = plan_turns(session.arms, protocol=repeats.protocol, starts_per_arm=1)
-    run_grid(session.starts, plan=session.plan, turns=turns, launcher=session.launcher)
-    require_both_sides(session.starts)
-    seconds = [start.description["seconds"] for start in read_starts(session.starts) if "seconds" in start.description]
-    if not seconds:
-        raise ValueError(
-            f"no start of the first round finished, so nothing says how many fit into score.budget_minutes; see the logs in "
-            f"{session.starts}"
-        )
-    return sum(seconds) / len(seconds)
+def drop_parts(session: Session, *, schedule: bool, checks: Checks) -> None:
+    """Remove what an earlier, longer session left of parts that are not asked for any more: it would enter the report."""
+    asked = {
+        "instrument": checks.time_split,
+        "lossless": checks.lossless.requests > 0,
+        "open_loop": bool(checks.open_loop.rates),
+    }
+    for part in [part for part, wanted in asked.items() if not wanted and (session.directory / part).exists()]:
+        shutil.rmtree(session.directory / part)
+    if not schedule:
+        for name in (SCHEDULE_FILE, CONFIG_FILE):
+            (session.directory / name).unlink(missing_ok=True)
+        run_grid(session.starts, plan=session.plan, turns=[], launcher=session.launcher, phase="schedule")
 
 
 def measure_parts(
@@ -187,7 +188,7 @@ def measure_parts(
 
 def counts_of(results: dict[str, Any]) -> dict[str, int]:
     return {
-        "starts": sum(results["starts"].values()),
+        "starts": sum((results["starts"] | {SCHEDULE: 0}).values()) + sum(results["schedule_starts"].values()),
         "failed_starts": len(results["failures"]),
         "cells": len(results["cells"]),
         "requests": results["requests"],

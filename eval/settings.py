@@ -33,21 +33,29 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSet:
-    """A file of prompts. `requests`: at most this many; None = as many as the largest batch size needs."""
+    """A file of prompts; lines of another split than `split` are left out.
+
+    `requests`: at most this many prompts or conversations; None = as many as the largest batch size needs.
+    """
 
     path: Path
+    split: str
     turns: Turns
     requests: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSources:
-    """Where the measured prompts come from, and the options of the chat template that renders them."""
+    """Where the measured prompts come from, and the options of the chat template that renders them.
+
+    With `mix` one more dataset is drawn from all the others.
+    """
 
     heldout_path: Path
     heldout_turns: Turns
     humaneval_requests: int
     sets: Mapping[str, PromptSet]
+    mix: bool
     template_options: Mapping[str, Any]
 
 
@@ -55,7 +63,7 @@ class PromptSources:
 class Load:
     """How the prompts are served: batch sizes, sampling, answer length, and how many prompts a cell wants.
 
-    `set_batch_sizes` is for HumanEval and the prompt sets. With `fixed_length` the end of an answer is ignored, and the
+    `set_batch_sizes` is for HumanEval, the prompt sets and the mix. With `fixed_length` the end of an answer is ignored, and the
     datasets carry a label that says so.
     """
 
@@ -71,7 +79,7 @@ class Load:
     min_requests: int
 
     def wanted(self, batch_size: int) -> int:
-        """Prompts that a cell of this batch size needs."""
+        """Independent prompts that a cell of this batch size needs; a conversation is one, however many turns it has."""
         return max(self.min_requests, self.requests_per_batch_slot * batch_size)
 
 
@@ -91,7 +99,11 @@ class Repeats:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """Settings that all arms share, and the limits of an engine process."""
+    """Settings that all arms share, and the limits of an engine process.
+
+    `threads` and `kv_cache_gib` are of CPUs; `gpu_memory_utilization` is of GPUs, None = vLLM's default, and is shared
+    between two engines that are loaded side by side.
+    """
 
     dtype: str
     max_model_len: int
@@ -100,6 +112,8 @@ class Engine:
     threads: int
     kv_cache_gib: int
     timeout_s: float
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

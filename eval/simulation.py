@@ -16,9 +16,9 @@ import numpy as np
 from eyas.eval.comparison import Comparison, compare_samples
 from eyas.eval.distributions import rate_interval
 from eyas.eval.holm import holm
-from eyas.eval.records import AR
+from eyas.eval.records import AR, AR_TWIN
 from eyas.eval.samples import Floats, Sample
-from eyas.eval.stats import LEVEL, RatioInterval
+from eyas.eval.stats import LEVEL, Partners, RatioInterval
 from eyas.eval.verdict import direction
 
 DRAWS = 400
@@ -33,13 +33,14 @@ class Design:
     """One kind of session. All sd are of logs.
 
     Attributes:
-        arms: AR among them.
-        starts, blocks, prompts: of each arm, of each start, of each block.
+        arms: AR among them, side by side its twin as well.
+        starts, blocks, prompts: of each arm (side by side pairs), of each start, of each block.
         start_sd, block_sd, prompt_sd, answer_sd: of the effects of starts, blocks, (prompt, arm) and single answers.
         log_ratio: true effect of every arm against AR.
         cells: of one session; they share nothing but their design.
         start_sd_ratio: scatter of AR's starts over that of the other arms; 1 is what the intervals assume.
         tails: "normal" starts, or "rare": one start in eight is off by 2.8 sd, and the others hardly at all.
+        paired: two engines run side by side; start_sd is then that of the log ratio of a pair.
     """
 
     arms: int
@@ -54,6 +55,27 @@ class Design:
     cells: int = 1
     start_sd_ratio: float = 1.0
     tails: str = "normal"
+    paired: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """Of the arms; AR first, its twin next."""
+        return [AR, AR_TWIN if self.paired else "arm1", *(f"arm{arm}" for arm in range(2, self.arms))]
+
+    @property
+    def partners(self) -> Partners | None:
+        """Every other arm has AR starts of its own."""
+        if not self.paired:
+            return None
+        own = range(self.starts)
+        return {
+            arm: [(number * self.starts + start, start) for start in own] for number, arm in enumerate(self.names[1:])
+        }
+
+    @property
+    def tests(self) -> int:
+        """Comparisons of a session."""
+        return self.cells * (self.arms - (2 if self.paired else 1))
 
 
 @dataclass(frozen=True)
@@ -95,9 +117,13 @@ def simulate(design: Design, *, sessions: int, seed: int) -> Simulated:
         compared = [
             comparison
             for _ in range(design.cells)
-            for comparison in compare_samples(
-                {"throughput": make_cell(design, generator=generator)}, partners=None, seed=number, draws=DRAWS
-            ).values()
+            for arm, comparison in compare_samples(
+                {"throughput": make_cell(design, generator=generator)},
+                partners=design.partners,
+                seed=number,
+                draws=DRAWS,
+            ).items()
+            if arm != AR_TWIN
         ]
         intervals = [_throughput(comparison) for comparison in compared]
         calls = _directions(compared, intervals)
@@ -135,25 +161,26 @@ def _directions(compared: list[Comparison], intervals: list[RatioInterval]) -> l
 def make_cell(design: Design, *, generator: np.random.Generator) -> dict[str, Sample]:
     """The arms of one cell; AR first."""
     prompts = tuple(str(index) for index in range(design.prompts))
-    rows = design.starts * design.blocks
-    start_of_row = np.repeat(np.arange(design.starts), design.blocks)
     tokens = np.exp(4 + LENGTH_SD * generator.standard_normal(design.prompts))
     cost = COST_SD * generator.standard_normal(design.prompts)
     samples: dict[str, Sample] = {}
-    for arm in range(design.arms):
+    for arm, name in enumerate(design.names):
+        starts = design.starts * (design.arms - 1) if design.paired and arm == 0 else design.starts
+        rows, start_of_row = starts * design.blocks, np.repeat(np.arange(starts), design.blocks)
         own = cost + design.prompt_sd / np.sqrt(2) * generator.standard_normal(design.prompts)
         noise = design.block_sd * generator.standard_normal(rows)
-        noise += _start_effects(design, arm=arm, generator=generator)[start_of_row]
+        noise += _start_effects(design, starts, arm=arm, generator=generator)[start_of_row]
         answers = design.answer_sd * generator.standard_normal((rows, design.prompts))
         seconds = tokens * np.exp(own + noise[:, None] + answers)
-        offset = np.full(rows, design.log_ratio if arm else 0.0)
-        name = f"arm{arm}" if arm else AR
+        offset = np.full(rows, 0.0 if name in (AR, AR_TWIN) else design.log_ratio)
         samples[name] = Sample(prompts, start_of_row, np.tile(tokens, (rows, 1)), seconds, offset)
     return samples
 
 
-def _start_effects(design: Design, *, arm: int, generator: np.random.Generator) -> Floats:
+def _start_effects(design: Design, starts: int, *, arm: int, generator: np.random.Generator) -> Floats:
+    if design.paired and arm == 0:
+        return np.zeros(starts)  # what a pair shares is in no ratio, and what it differs by is put on the other arm
     sd = design.start_sd if arm else design.start_sd * design.start_sd_ratio
     if design.tails == "rare":
-        return sd * np.sqrt(8) * (generator.random(design.starts) < 1 / 8)
-    return sd * generator.standard_normal(design.starts)
+        return sd * np.sqrt(8) * (generator.random(starts) < 1 / 8)
+    return sd * generator.standard_normal(starts)

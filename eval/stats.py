@@ -41,8 +41,8 @@ Partners = Mapping[str, Sequence[tuple[int, int]]]
 class RatioInterval:
     """A ratio, its interval at `LEVEL`, and the two-sided p-value of a ratio of 1 (below 1 - LEVEL when 1 is outside).
 
-    `standard_error` is of the log ratio. `indicative`: no arm of the cell has two starts, so the interval knows blocks
-    and prompts only; it is too narrow and no verdict may rest on it.
+    `standard_error` is of the log ratio. `indicative`: no arm of the cell has two starts, or the cell has one prompt, so
+    that nothing shows how they scatter; the interval is too narrow and no verdict may rest on it.
     """
 
     ratio: float
@@ -77,10 +77,14 @@ class StartResiduals:
 
 
 class _Part(NamedTuple):
-    """A share of the variance of the log ratio, and the degrees of freedom of its estimate."""
+    """A share of the variance of the log ratio.
+
+    `estimate` is what was estimated, with `degrees` of freedom: the share, or more where another part's was taken away.
+    """
 
     variance: float
     degrees: float
+    estimate: float
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -127,16 +131,23 @@ def pool_of(samples: Mapping[str, Sample], *, partners: Partners | None = None) 
     """The pool of one cell from the samples of all its arms."""
     if partners is None:
         return pool_residuals([sample.start_means() for sample in samples.values()])
-    pairs = [pair_up(samples, arm, partners=partners) for arm in partners if arm in samples]
+    pairs = [sides(samples, arm, partners=partners) for arm in partners if arm in samples]
     return pool_residuals([treated.start_means() - baseline.start_means() for baseline, treated in pairs])
 
 
-def pair_up(samples: Mapping[str, Sample], arm: str, *, partners: Partners) -> tuple[Sample, Sample]:
-    """AR and `arm` with the starts that ran side by side, in the same order."""
+def sides(samples: Mapping[str, Sample], arm: str, *, partners: Partners | None) -> tuple[Sample, Sample]:
+    """AR and `arm` as they are compared: all starts, or those that ran side by side, in the same order."""
+    if partners is None:
+        return samples[AR], samples[arm]
     return (
         samples[AR].select([baseline for baseline, _ in partners[arm]]),
         samples[arm].select([treated for _, treated in partners[arm]]),
     )
+
+
+def compared_arms(samples: Mapping[str, Sample], *, partners: Partners | None) -> list[str]:
+    """The arms of a cell that can be compared with AR: all others, side by side those with a pair."""
+    return [arm for arm in samples if arm != AR and (partners is None or arm in partners)]
 
 
 def pool_residuals(groups: Sequence[Floats]) -> Pool:
@@ -167,7 +178,8 @@ def compare(
         starts = _block_part(baseline, treated)
     prompts = _prompt_part(baseline, treated, paired=paired, generator=generator, draws=draws)
     error = math.sqrt(starts.variance + prompts.variance)
-    return _t_interval(point, error, _satterthwaite([starts, prompts]), indicative=not pool.degrees)
+    unknown = not pool.degrees or len(baseline.prompts) < 2
+    return _t_interval(point, error, _satterthwaite([starts, prompts]), indicative=unknown)
 
 
 def moved(interval: RatioInterval, *, log_factor: float) -> RatioInterval:
@@ -183,7 +195,8 @@ def _start_part(
     drawn = generator.choice(pool.values, size=(draws, treated)).mean(axis=1)
     if not paired:
         drawn = drawn - generator.choice(pool.values, size=(draws, baseline)).mean(axis=1)
-    return _Part(float(drawn.var()), pool.degrees)
+    variance = float(drawn.var())
+    return _Part(variance, pool.degrees, variance)
 
 
 def _block_part(baseline: Sample, treated: Sample) -> _Part:
@@ -194,7 +207,8 @@ def _block_part(baseline: Sample, treated: Sample) -> _Part:
         squares += float(np.sum(residuals**2))
         degrees += len(residuals) - sample.starts
         weight += float(np.sum(1 / sample.blocks_of_start)) / sample.starts**2
-    return _Part(squares / degrees * weight, degrees) if degrees else _Part(0.0, 1)
+    variance = squares / degrees * weight if degrees else 0.0
+    return _Part(variance, max(degrees, 1), variance)
 
 
 def _prompt_part(
@@ -202,7 +216,7 @@ def _prompt_part(
 ) -> _Part:
     """Step 2: variance over draws of the prompts' weights, without the noise of single answers that step 1 holds."""
     if len(baseline.prompts) < 2:
-        return _Part(0.0, 1)
+        return _Part(0.0, 1, 0.0)
     shares = _shares(baseline, treated)
     weights = generator.standard_exponential((draws, len(shares)))
     drawn = float((treated.weighted(weights) - baseline.weighted(weights)).var())
@@ -212,8 +226,8 @@ def _prompt_part(
         answers = _answer_noise(treated.influence() - baseline.influence())
     else:
         answers = _answer_noise(treated.influence()) + _answer_noise(baseline.influence())
-    shrunk, degrees = _small_sample(shares)
-    return _Part(max(drawn - answers, 0.0) / shrunk, degrees)
+    shrunk, degrees = small_sample(shares)
+    return _Part(max(drawn - answers, 0.0) / shrunk, degrees, drawn / shrunk)
 
 
 def _shares(baseline: Sample, treated: Sample) -> Floats:
@@ -222,7 +236,7 @@ def _shares(baseline: Sample, treated: Sample) -> Floats:
     return (sums / sums.sum(axis=1, keepdims=True)).mean(axis=0)
 
 
-def _small_sample(shares: Floats) -> tuple[float, float]:
+def small_sample(shares: Floats) -> tuple[float, float]:
     """By how much residuals about a mean with these weights are too small, and their degrees of freedom.
 
     (P - 1) / P and P - 1 where the weights are equal; fewer degrees where a few long answers carry the mean. Both are
@@ -245,8 +259,12 @@ def _answer_noise(influence: Floats) -> float:
 
 
 def _satterthwaite(parts: Sequence[_Part]) -> float:
-    """Degrees of freedom of a variance estimated in parts (Satterthwaite 1946)."""
-    spread = sum(part.variance**2 / part.degrees for part in parts)
+    """Degrees of freedom of a variance estimated in parts (Satterthwaite 1946).
+
+    A difference of estimates is as uncertain as what it was taken from. Without that, prompts that by luck scatter no more
+    than answers do would pass for known exactly, and far out in the tail, where Holm's correction looks, too much is called.
+    """
+    spread = sum(part.estimate**2 / part.degrees for part in parts)
     return sum(part.variance for part in parts) ** 2 / spread if spread else parts[0].degrees
 
 

@@ -6,14 +6,14 @@ is called so, and everything else says what it lacks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from eyas.eval.comparison import Comparison, compare_arms, judge_quality
 from eyas.eval.holm import holm
 from eyas.eval.null import Band
-from eyas.eval.records import AR, ArmFacts, CellKey, Cells
+from eyas.eval.records import AR, AR_TWIN, ArmFacts, CellKey, Cells, Phase
 from eyas.eval.stats import DRAWS, LEVEL, Partners, RatioInterval
 
 Word = Literal["SUPPORTED", "SLOWER", "INCONCLUSIVE", "NOT SUPPORTED"]
@@ -21,7 +21,8 @@ Direction = Literal["faster", "slower"]
 LosslessPassed = bool | None | Callable[[str, float], bool | None]
 
 MIN_STARTS = 3
-MIN_PROMPTS = 6
+MIN_PROMPTS = 12
+"""Independent prompts of a cell: fewer speak for no set of prompts, however sharp the ratio over them is."""
 ALPHA = round(1 - LEVEL, 6)
 MAX_LOOP_SHARE = 0.1
 MAX_RECONCILIATION = 0.01
@@ -29,10 +30,11 @@ RULES = (
     "NOT SUPPORTED, whatever was measured: the resolved configurations of the arms differ beyond what the speculative "
     "configuration forces, or acceptance was synthetic.",
     f"INCONCLUSIVE: either arm has fewer than {MIN_STARTS} starts (one pair of processes decides nothing), or the cell "
-    "has fewer prompts than it needs.",
+    f"has fewer independent prompts than it needs: {MIN_PROMPTS}, or more where the recipe asks for more. The turns of one "
+    "conversation are one prompt.",
     "SLOWER: the ratio is below 1 beyond chance. Beyond chance means all of: the 95 % interval excludes 1, the p-value "
-    f"after Holm's correction over all cells of the session is at most {ALPHA:.2g}, and the ratio lies outside the "
-    "AR-against-AR null band.",
+    "after Holm's correction over all cells and arms of the session, the schedule's among them, is at most "
+    f"{ALPHA:.2g}, and the ratio lies outside the AR-against-AR null band.",
     "NOT SUPPORTED: the lossless check failed.",
     "SUPPORTED: the ratio is above 1 beyond chance, the lossless check passed, at most "
     f"{MAX_LOOP_SHARE:.0%} of the answers of either arm loop, and counters and token counts of the engine agree within "
@@ -48,12 +50,12 @@ class Evidence:
     Attributes:
         interval: throughput of the arm over AR.
         p_holm: its p-value after Holm's correction.
-        null_band: of AR against AR; None with a single AR start.
+        null_band: of AR against AR; None with a single AR start, or side by side without two pairs of AR and its twin.
         starts: the fewer of both arms.
-        requests, needed_requests: prompts served in the cell, and how many it needs.
+        prompts, needed_prompts: independent prompts (conversations count once) of the cell, and how many it needs.
         loop_share: share of looping answers, the larger of both arms.
         reconciliation: relative gap between counters and token counts, the larger of both arms.
-        lossless_passed: of the session; None when the check has not run.
+        lossless_passed: of the session; None when the check has not run or is undecided.
         synthetic: the engine made acceptance up.
         void: why the arms are not comparable; None when they are.
     """
@@ -62,8 +64,8 @@ class Evidence:
     p_holm: float
     null_band: Band | None
     starts: int
-    requests: int
-    needed_requests: int
+    prompts: int
+    needed_prompts: int
     loop_share: float
     reconciliation: float
     lossless_passed: bool | None
@@ -112,11 +114,16 @@ def direction(interval: RatioInterval, *, p_holm: float, null_band: Band | None)
 
 def _too_few(evidence: Evidence) -> list[str]:
     reasons = []
-    if evidence.starts < MIN_STARTS or evidence.interval.indicative:
+    if evidence.starts < MIN_STARTS:
         plural = "" if evidence.starts == 1 else "s"
         reasons.append(f"indicative only: {evidence.starts} start{plural} per arm; a verdict needs {MIN_STARTS}")
-    if evidence.requests < evidence.needed_requests:
-        reasons.append(f"{evidence.requests} prompts of the {evidence.needed_requests} this cell needs")
+    if evidence.prompts < evidence.needed_prompts:
+        plural = "" if evidence.prompts == 1 else "s"
+        reasons.append(
+            f"{evidence.prompts} independent prompt{plural} of the {evidence.needed_prompts} this cell needs"
+        )
+    if evidence.interval.indicative and not reasons:
+        reasons.append("indicative only: nothing shows how far starts or prompts scatter")
     return reasons
 
 
@@ -124,7 +131,9 @@ def _why_undecided(evidence: Evidence) -> str:
     interval, band = evidence.interval, evidence.null_band
     if interval.low <= 1 <= interval.high:
         return "the interval includes 1"
-    if band is not None and band[0] <= interval.ratio <= band[1]:
+    if band is None:
+        return "nothing shows how far AR differs from itself here, so there is no null band"
+    if band[0] <= interval.ratio <= band[1]:
         return f"inside the null band: AR against AR gives {band[0]:.3f} to {band[1]:.3f} by chance"
     return f"not beyond chance among all cells of the session (p = {evidence.p_holm:.3f} after Holm's correction)"
 
@@ -133,7 +142,7 @@ def _missing(evidence: Evidence) -> list[str]:
     """What a faster cell lacks to be SUPPORTED."""
     reasons = []
     if evidence.lossless_passed is None:
-        reasons.append("the lossless check did not run")
+        reasons.append("the lossless check did not run or is undecided")
     if evidence.loop_share > MAX_LOOP_SHARE:
         reasons.append(f"{evidence.loop_share:.0%} of the answers loop, which flatters acceptance")
     if evidence.reconciliation > MAX_RECONCILIATION:
@@ -146,55 +155,68 @@ def best_arm(rates: Mapping[str, float]) -> str:
     return max(rates, key=lambda arm: (rates[arm], arm == AR))
 
 
-def verdict_rows(
-    cells: Cells,
+def session_verdicts(
+    phases: Mapping[Phase, tuple[Cells, Partners | None]],
     *,
     arms: Mapping[str, ArmFacts],
     lossless_passed: LosslessPassed,
     configs_void: Mapping[str, str],
     min_requests: Mapping[CellKey, int],
-    partners: Partners | None = None,
     seed: int,
     draws: int = DRAWS,
 ) -> list[dict[str, Any]]:
     """Every arm against AR in every cell that both have, cell by cell, arms in the order of `arms`.
 
+    An arm is compared with the AR starts that alternated with it: the schedule within its phase, every other arm within
+    the grid. All rows together are one family of tests. AR's twin has no row; its pairs are the null band.
+
     Args:
-        cells: the records.
+        phases: the records of each phase, and `partners_of` its starts (None where engines ran one at a time).
         arms: what each arm is.
         lossless_passed: outcome of the lossless check, one for all or by arm and temperature; None when it has not run.
         configs_void: arm -> why its comparison with AR is void.
-        min_requests: prompts that a cell needs; one that is not listed needs `MIN_PROMPTS`.
-        partners: `partners_of` the starts; None where engines ran one at a time.
+        min_requests: independent prompts that the recipe asks of a cell; it needs `MIN_PROMPTS` at least.
         seed, draws: of the bootstrap.
     """
-    groups = {key: group for key, group in cells.items() if AR in group}
-    compared = {
-        (key, arm): comparison
-        for key, group in groups.items()
-        for arm, comparison in compare_arms(group, partners=partners, seed=seed, draws=draws).items()
-    }
-    places = [(key, arm) for key in groups for arm in arms if (key, arm) in compared]
-    corrected = holm([_throughput(compared[place]).p_value for place in places])
-    quality = {(key, arm): judge_quality(starts) for key, group in groups.items() for arm, starts in group.items()}
+    places: list[tuple[Phase, CellKey, str, Comparison]] = [
+        (phase, key, arm, comparison)
+        for phase, (cells, partners) in phases.items()
+        for key, arm, comparison in _judged(phase, cells, arms=arms, partners=partners, seed=seed, draws=draws)
+    ]
+    corrected = holm([_throughput(comparison).p_value for _, _, _, comparison in places])
     rows = []
-    for (key, arm), p_holm in zip(places, corrected, strict=True):
-        comparison, own, baseline = compared[key, arm], quality[key, arm], quality[key, AR]
+    for (phase, key, arm, comparison), p_holm in zip(places, corrected, strict=True):
+        group = phases[phase][0][key]
+        own, baseline = judge_quality(group[arm]), judge_quality(group[AR])
         evidence = Evidence(
             interval=_throughput(comparison),
             p_holm=p_holm,
             null_band=comparison.null_band,
             starts=comparison.starts,
-            requests=own.requests,
-            needed_requests=min_requests.get(key, MIN_PROMPTS),
+            prompts=comparison.prompts,
+            needed_prompts=max(MIN_PROMPTS, min_requests.get(key, 0)),
             loop_share=max(own.loop_share, baseline.loop_share),
             reconciliation=max(own.reconciliation, baseline.reconciliation),
             lossless_passed=lossless_passed(arm, key.temperature) if callable(lossless_passed) else lossless_passed,
             synthetic=arms[arm].synthetic,
             void=configs_void.get(arm),
         )
-        rows.append(_row(key, arm, facts=arms[arm], comparison=comparison, evidence=evidence))
+        place = {**key._asdict(), "phase": phase, "arm": arm}
+        rows.append(_row(place, facts=arms[arm], comparison=comparison, evidence=evidence, requests=own.requests))
     return rows
+
+
+def _judged(
+    phase: Phase, cells: Cells, *, arms: Mapping[str, ArmFacts], partners: Partners | None, seed: int, draws: int
+) -> Iterator[tuple[CellKey, str, Comparison]]:
+    """The comparisons of a phase that have a row."""
+    for key, group in cells.items():
+        if AR not in group:
+            continue
+        compared = compare_arms(group, partners=partners, seed=seed, draws=draws)
+        for arm, facts in arms.items():
+            if arm in compared and arm != AR_TWIN and (facts.kind == "schedule") == (phase == "schedule"):
+                yield key, arm, compared[arm]
 
 
 def _throughput(comparison: Comparison) -> RatioInterval:
@@ -203,17 +225,17 @@ def _throughput(comparison: Comparison) -> RatioInterval:
     return interval
 
 
-def _row(key: CellKey, arm: str, *, facts: ArmFacts, comparison: Comparison, evidence: Evidence) -> dict[str, Any]:
+def _row(
+    place: Mapping[str, Any], *, facts: ArmFacts, comparison: Comparison, evidence: Evidence, requests: int
+) -> dict[str, Any]:
     verdict, interval, band = judge(evidence), evidence.interval, evidence.null_band
     return {
-        "dataset": key.dataset,
-        "temperature": key.temperature,
-        "batch_size": key.batch_size,
-        "arm": arm,
+        **place,
         "kind": facts.kind,
         "draft_length": facts.draft_length,
-        "requests": evidence.requests,
-        "prompts": comparison.prompts,
+        "requests": requests,
+        "prompts": evidence.prompts,
+        "needed_prompts": evidence.needed_prompts,
         "starts": evidence.starts,
         "ar_tokens_per_second": comparison.rates[0],
         "tokens_per_second": comparison.rates[1],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -113,18 +113,10 @@ def is_recipe(target: str) -> bool:
 
 
 def _engine(score: Score) -> Engine:
-    from eyas.eval.settings import Engine
-    from eyas.recipes.run import available_cores
+    """The recipe's engine settings. Prompts are random, so a prefix cache would find nothing."""
+    from eyas.recipes.score_settings import engine_of
 
-    return Engine(
-        dtype=score.dtype,
-        max_model_len=score.max_model_len,
-        enforce_eager=score.enforce_eager,
-        prefix_caching=False,
-        threads=score.threads or available_cores(),
-        kv_cache_gib=score.kv_cache_gib,
-        timeout_s=score.timeout_s,
-    )
+    return replace(engine_of(score), prefix_caching=False)
 
 
 def _numbers(text: str, *, option: str) -> tuple[int, ...]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eyas.recipes import estimate
+from eyas.recipes.disk import free_bytes
 from eyas.recipes.estimate_tokens import TokenEstimate, estimate_tokens
 from eyas.recipes.hardware import GIB, Hardware
 from eyas.recipes.plan_facts import PlanFacts
 from eyas.recipes.run import Run, plan_run, stage_names
 from eyas.recipes.schema import Recipe
-from eyas.recipes.stage import MANIFEST, free_bytes
+from eyas.recipes.stage import MANIFEST
 from eyas.recipes.store_form import FORMS, store_form
 from eyas.recipes.target_size import read_target_size
 

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from eyas.recipes.section import DType, Number, Section, Threads
 
 HUMANEVAL_SIZE = 164
-PRESETS = ("heldout", "humaneval")
+PRESETS = ("heldout", "humaneval", "mix")
 """Datasets that eyas names itself."""
 
 _SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]*")
@@ -31,8 +31,13 @@ class PromptSet(Section):
     """A file of prompts to measure beside the held-out ones."""
 
     path: str = Field(min_length=1, description="JSONL(.gz) of messages, prompt or turns; see docs/evaluation.md")
+    split: str = Field(
+        default="heldout", min_length=1, description="lines that name another split are left out, counted"
+    )
     turns: Turns = Field(default="first", description="of each conversation: the first user turn, or all with history")
-    requests: int | None = Field(default=None, ge=1, description="prompts at most; null = what the batch sizes need")
+    requests: int | None = Field(
+        default=None, ge=1, description="prompts or conversations at most; null = what the batch sizes need"
+    )
 
 
 class Lossless(Section):
@@ -42,7 +47,7 @@ class Lossless(Section):
     max_tokens: int = Field(default=128, gt=0, description="answer tokens of one compared request")
     dtype: DType = Field(default="float32", description="of the engines whose outputs are compared")
     samples: int = Field(
-        default=2000, ge=0, description="sampled answers per arm to one prompt at T=1; 0 = greedy only"
+        default=2000, ge=0, description="sampled answers per arm, to the two shortest prompts; 0 = greedy only"
     )
 
 
@@ -52,7 +57,7 @@ class OpenLoop(Section):
     rates: tuple[Annotated[Number, Field(gt=0)], ...] = Field(
         default=(), strict=False, description="requests per second (Poisson), up to saturation; [] = off"
     )
-    requests: int = Field(default=60, ge=1, description="requests at each rate")
+    requests: int = Field(default=120, ge=1, description="requests at each rate; 100 prompts are needed for a p99")
     max_connections: int = Field(
         default=64, ge=1, description="requests in flight at most; later ones wait and are counted"
     )
@@ -88,7 +93,7 @@ class Score(Section):
         default=(1, 2, 4, 8, 16, 32), strict=False, min_length=1, description="concurrent sequences to measure at"
     )
     set_batch_sizes: Sizes | None = Field(
-        default=None, strict=False, min_length=1, description="for HumanEval and prompt_sets; null = batch_sizes"
+        default=None, strict=False, min_length=1, description="for HumanEval, prompt_sets and mix; null = batch_sizes"
     )
     temperatures: tuple[Annotated[Number, Field(ge=0)], ...] = Field(
         default=(0.0,), strict=False, min_length=1, description="sampling temperatures to measure at; 0 = greedy"
@@ -99,13 +104,18 @@ class Score(Section):
     heldout_turns: Turns = Field(default="first", description="of held-out conversations: first user turn, or all")
     humaneval_requests: int = Field(default=32, ge=0, le=HUMANEVAL_SIZE, description="HumanEval prompts; 0 = none")
     prompt_sets: dict[str, PromptSet] = Field(
-        default_factory=dict, description="more prompts by name: path, turns, requests"
+        default_factory=dict, description="more prompts by name: path, split, turns, requests"
+    )
+    mix: bool = Field(
+        default=False, description="one more dataset: prompts of all the others in equal shares, drawn by seed"
     )
     template_options: dict[str, Any] | None = Field(
         default=None, description="of the chat template, such as enable_thinking; null = data.template_options"
     )
-    requests_per_batch_slot: int = Field(default=2, ge=1, description="requests per concurrent sequence")
-    min_requests: int = Field(default=6, ge=1, description="requests of a cell at least")
+    requests_per_batch_slot: int = Field(
+        default=2, ge=1, description="prompts (a conversation is one) per concurrent sequence"
+    )
+    min_requests: int = Field(default=12, ge=1, description="prompts (a conversation is one) of a cell at least")
     max_tokens: int = Field(default=64, gt=0, description="answer tokens of one timed request at most")
     fixed_length: bool = Field(
         default=False, description="ignore the end of answers; figures carry a label of their own"
@@ -116,6 +126,10 @@ class Score(Section):
     enforce_eager: bool = Field(default=True, description="no graph capture or compilation in vLLM")
     threads: Threads = Field(default=None, description="OpenMP threads of vLLM on CPU; null = all cores")
     kv_cache_gib: int = Field(default=2, ge=1, description="KV cache of vLLM on CPU, in GiB")
+    tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs that the target is split over, in every arm")
+    gpu_memory_utilization: Number | None = Field(
+        default=None, gt=0, le=1, description="share of a GPU's memory; null = vLLM's default; halved side by side"
+    )
     timeout_s: int = Field(default=900, gt=0, description="seconds after which one engine process counts as hung")
     time_split: bool = Field(default=True, description="one more start per arm that times the parts of a step")
     lossless: Lossless = Lossless()
@@ -145,6 +159,14 @@ class Score(Section):
                 )
         for name, config in self.arms.items():
             _check_arm(name, config)
+        return self
+
+    @model_validator(mode="after")
+    def _check_mix(self) -> Self:
+        if self.mix and not self.humaneval_requests and not self.prompt_sets:
+            raise ValueError(
+                "mix: is drawn from several sets; give humaneval_requests or prompt_sets, or set it to false"
+            )
         return self
 
     @model_validator(mode="after")

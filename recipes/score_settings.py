@@ -33,9 +33,15 @@ def sources_of(run: Run) -> PromptSources:
         heldout_turns=score.heldout_turns,
         humaneval_requests=score.humaneval_requests,
         sets={
-            name: PromptSet(path=prompt_file(name, prompts.path), turns=prompts.turns, requests=prompts.requests)
+            name: PromptSet(
+                path=prompt_file(name, prompts.path),
+                split=prompts.split,
+                turns=prompts.turns,
+                requests=prompts.requests,
+            )
             for name, prompts in score.prompt_sets.items()
         },
+        mix=score.mix,
         template_options=template_options(run),
     )
 
@@ -90,6 +96,8 @@ def engine_of(score: Score) -> Engine:
         threads=score.threads or available_cores(),
         kv_cache_gib=score.kv_cache_gib,
         timeout_s=score.timeout_s,
+        tensor_parallel_size=score.tensor_parallel_size,
+        gpu_memory_utilization=score.gpu_memory_utilization,
     )
 
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from eyas.heads.differences import differences
 from eyas.heads.files import LARGE_FILE_BYTES, fingerprint, fingerprint_file, read_json, sync_directory, write_json
@@ -34,6 +34,12 @@ RECORD = ".stage.json"
 """In a partial directory: the fingerprint of the stage that works there."""
 
 Status = Literal["complete", "stale", "partial", "missing"]
+
+
+class Continues(Protocol):
+    """Says whether a stage goes on from an unfinished one of other settings."""
+
+    def __call__(self, *, earlier_settings: dict[str, Any], earlier_inputs: dict[str, str]) -> bool: ...
 
 
 def _nothing(_counts: dict[str, Any]) -> list[str]:
@@ -57,7 +63,9 @@ class Stage:
         describe: lines that tell a reader the outcome, from the counts.
         refresh: called with the directory of a stage that stands, before it is skipped.
         sample_above: files larger than this many bytes are identified by samples (`fingerprint_file`).
-        precious: a folder of an unfinished stage that took long to fill. It is not thrown away because settings changed.
+        precious: a pattern of what took long to make in an unfinished stage. It is not thrown away because settings changed.
+        continues: whether an unfinished stage of other settings and inputs, given by keyword as `earlier_settings` and
+            `earlier_inputs`, is one that this one goes on from: it then gets the directory as it is.
     """
 
     name: str
@@ -68,6 +76,7 @@ class Stage:
     refresh: Callable[[Path], None] = _leave
     sample_above: int = LARGE_FILE_BYTES
     precious: str | None = None
+    continues: Continues | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -168,31 +177,6 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def free_bytes(path: Path) -> tuple[Path, int]:
-    """The nearest existing folder of a path that is, or will be, and the free bytes of its disk."""
-    existing = next(folder for folder in [path.absolute(), *path.absolute().parents] if folder.exists())
-    return existing, shutil.disk_usage(existing).free
-
-
-def directory_bytes(directory: Path) -> int:
-    """Bytes of all files below a directory."""
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-
-
-def require_free_bytes(path: Path, *, needed: int, what: str) -> None:
-    """Refuse to begin what would fill the disk that `path` is, or will be, on.
-
-    Raises:
-        ValueError: fewer than `needed` bytes are free.
-    """
-    _, free = free_bytes(path)
-    if free < needed:
-        raise ValueError(
-            f"{what} needs {needed / 2**30:.1f} GiB in {path}, and {free / 2**30:.1f} GiB are free; "
-            "free some space, or set run_dir=... to a larger disk"
-        )
-
-
 def _partial(final: Path) -> Path:
     return final.with_name(f"{final.name}.partial")
 
@@ -218,7 +202,11 @@ def _enter(partial: Path, *, stage: Stage) -> bool:
     if _recorded_fingerprint(partial) == stage.fingerprint:
         (partial / MANIFEST).unlink(missing_ok=True)  # killed between manifest and rename
         return True
-    if stage.precious is not None and (partial / stage.precious).is_dir():
+    if _goes_on_from(partial, stage=stage):
+        (partial / MANIFEST).unlink(missing_ok=True)
+        write_json(partial / RECORD, _record(stage))
+        return True
+    if stage.precious is not None and any(partial.glob(stage.precious)):
         _refuse_other_settings(partial, stage=stage)
     _remove(partial)
     partial.mkdir(parents=True)
@@ -228,6 +216,13 @@ def _enter(partial: Path, *, stage: Stage) -> bool:
 
 def _record(stage: Stage) -> dict[str, Any]:
     return {"fingerprint": stage.fingerprint, "settings": stage.settings, "inputs": stage.inputs}
+
+
+def _goes_on_from(partial: Path, *, stage: Stage) -> bool:
+    if stage.continues is None or not (partial / RECORD).is_file():
+        return False
+    record = read_json(partial / RECORD)
+    return stage.continues(earlier_settings=record["settings"], earlier_inputs=record["inputs"])
 
 
 def _refuse_other_settings(partial: Path, *, stage: Stage) -> None:

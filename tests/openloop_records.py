@@ -10,15 +10,17 @@ from typing import Any
 from eyas.eval.openloop.client import Sampling, new_record
 from eyas.eval.openloop.load import Patience
 from eyas.eval.openloop.plan import LoadPlan
-from eyas.eval.openloop.records import PLAN, LoadCell, LoadRequest, Sample, cell_path, write_cell
-from eyas.eval.openloop.server import ServedEngine
+from eyas.eval.openloop.records import PLAN, SERVER, LoadCell, LoadRequest, Sample, cell_path, write_cell
 from eyas.eval.records import Kind
+from eyas.eval.serve_options import ServedEngine
 from eyas.eval.workload import Request
 from eyas.heads.files import write_json
 
+SESSION = "this"
+
 
 def plan(
-    *, requests: int = 10, rates: Sequence[float] = (50.0,), silence_s: float = 30.0, request_s: float = 30.0
+    *, requests: int = 10, rates: Sequence[float] = (50.0,), silence_s: float = 29.0, request_s: float = 30.0
 ) -> LoadPlan:
     """Request i has the prompt [i] (from 1); the warm-up has [0]."""
     engine = ServedEngine(
@@ -32,6 +34,7 @@ def plan(
         prefix_caching=False,
     )
     return LoadPlan(
+        session=SESSION,
         engine=engine,
         requests=[Request("heldout", f"p{number}", [number]) for number in range(1, requests + 1)],
         warmup=[[0], [0]],
@@ -47,7 +50,8 @@ def request(
     index: int, *, arrives: float, first: float = 1.0, finish: float = 3.0, tokens: int = 5, failure: str | None = None
 ) -> LoadRequest:
     """Arrives at `arrives`, is sent 0.1 s later, and has its first and last token `first` and `finish` s after arriving."""
-    record = new_record(index, f"p{index}", 4, t_scheduled=arrives, t_released=arrives + 0.02)
+    asked = Request("heldout", f"p{index}", [1, 2, 3, 4])
+    record = new_record(index, asked, t_scheduled=arrives, t_released=arrives + 0.02)
     answer: dict[str, Any] = {
         "chunk_times": [arrives + first, arrives + finish],
         "chunk_sizes": [1, tokens - 1],
@@ -73,6 +77,7 @@ def cell(
     names = ("preemptions", "prompt_tokens", "generation_tokens", "prefix_cache_hits", "num_drafts")
     zero = dict.fromkeys([*names, "num_draft_tokens", "num_accepted_tokens"], 0)
     return LoadCell(
+        session=SESSION,
         fingerprint="f",
         arm=arm,
         kind=kind,
@@ -98,8 +103,28 @@ def cell(
 def write_session(
     directory: Path, cells: Sequence[LoadCell], *, slo_ttft_ms: float = 2000.0, slo_tpot_ms: float = 600.0
 ) -> None:
-    """An open-loop directory that holds these cells."""
-    objectives = {"slo_ttft_ms": slo_ttft_ms, "slo_tpot_ms": slo_tpot_ms}
+    """An open-loop directory that holds these cells, each of a server like all others."""
+    objectives = {"wanted": 10, "slo_ttft_ms": slo_ttft_ms, "slo_tpot_ms": slo_tpot_ms}
     write_json(directory / PLAN, plan().to_json() | objectives | {"arms": ["ar"]})
     for each in cells:
-        write_cell(cell_path(directory / f"{each.start:03d}-{each.arm}", rate=each.rate), each)
+        start = directory / f"{each.start:03d}-{each.arm}"
+        write_cell(cell_path(start, rate=each.rate), each)
+        write_json(start / f"{SERVER}0.json", server(each.arm, start=each.start, config=each.speculative_config))
+
+
+def server(arm: str, *, start: int, config: dict[str, Any] | None, **settings: Any) -> dict[str, Any]:
+    """The description of a server; `settings` replaces sections of its resolved engine."""
+    engine = {
+        "scheduler_config": {"max_num_seqs": 4, "async_scheduling": True},
+        "cache_config": {"num_gpu_blocks": 1000},
+    }
+    return {
+        "session": SESSION,
+        "arm": arm,
+        "kind": "ar" if arm == "ar" else "head",
+        "start": start,
+        "speculative_config": config,
+        "command": ["serve"],
+        "environment": {"OMP_NUM_THREADS": "2"},
+        "settings": {"engine": engine | settings, "environment": {}, "machine": {"vllm_version": "0.32.0"}},
+    }

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 TOKENS = 6
+SYSTEM = {"vllm_version": "0.32.0", "cpu_info": "CPU(s):    2\nModel name:   Some: Processor\nCPU MHz: 2000\n"}
 SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 Behaviour = Callable[["Program", asyncio.StreamWriter, dict[str, Any]], Awaitable[None]]
 
@@ -57,6 +58,30 @@ async def hang(_server: Program, writer: asyncio.StreamWriter, body: dict[str, A
     writer.write(SSE + chunk([1]))
     await writer.drain()
     await asyncio.Event().wait()
+
+
+async def keep_open(_server: Program, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+    """Warm-ups are answered; every other stream gets comments, which keep the connection, and nothing else."""
+    if body["prompt"][0] == 0:
+        await well(_server, writer, body)
+        return
+    writer.write(SSE)
+    while not writer.is_closing():
+        writer.write(b": keep-alive\n\n")
+        await writer.drain()
+        await asyncio.sleep(0.05)
+
+
+async def trickle(_server: Program, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+    """Warm-ups are answered; every other answer goes on token by token and never ends."""
+    if body["prompt"][0] == 0:
+        await well(_server, writer, body)
+        return
+    writer.write(SSE)
+    while not writer.is_closing():
+        writer.write(chunk([1]))
+        await writer.drain()
+        await asyncio.sleep(0.05)
 
 
 async def hang_once(server: Program, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
@@ -132,7 +157,7 @@ class Program:
                 await self.behave(self, writer, body)
                 self.generated += min(body["max_tokens"], TOKENS)
             else:
-                writer.write(self.page(path))
+                writer.write(self.page(path.partition("?")[0]))
             await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the client gave up
@@ -144,6 +169,8 @@ class Program:
             "/health": "",
             "/v1/models": json.dumps({"data": [{"id": self.name}]}),
             "/metrics": f'vllm:num_requests_running{{engine="0"}} 2.0\nvllm:generation_tokens_total {self.generated}.0\n',
+            "/server_info": json.dumps({"vllm_config": {"seed": 0}, "vllm_env": {}, "system_env": SYSTEM}),
+            "/reset_prefix_cache": json.dumps({"success": self.behave is not odd}),
         }
         if path not in pages:
             return b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -164,7 +191,9 @@ def stubborn(memory: Path, *, port: int, name: str) -> None:
     asyncio.run(serve(well, port, name, memory))
 
 
-BEHAVIOURS: dict[str, Behaviour] = {each.__name__: each for each in (well, hang, hang_once, die, wear_out, odd)}
+BEHAVIOURS: dict[str, Behaviour] = {
+    each.__name__: each for each in (well, hang, keep_open, trickle, hang_once, die, wear_out, odd)
+}
 
 if __name__ == "__main__":
     which, at, called = sys.argv[1], int(sys.argv[2]), sys.argv[3]

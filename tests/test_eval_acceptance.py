@@ -62,7 +62,7 @@ def test_summary_of_one_request() -> None:
 
 def test_no_steps_give_no_rates() -> None:
     summary = acceptance_summary([request(accepted=[])], draft_length=3)
-    assert summary["tau_step_weighted"] is None
+    assert summary["tau"] is None
     assert summary["marginal"] == []
 
 

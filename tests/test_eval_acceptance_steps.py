@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from eyas.eval.acceptance.positions import bucket_edges, placed_steps, position_rows
 from eyas.eval.acceptance.reconcile import passes, reconcile, reconcile_counters, unexplained_tokens
-from eyas.eval.acceptance.steps import chunks_of_steps, cut_at_end, decode_steps, step_positions, undrafted_steps
+from eyas.eval.acceptance.steps import (
+    accepted_in_answer,
+    chunks_of_steps,
+    cut_at_end,
+    decode_steps,
+    received_counts,
+    step_positions,
+    undrafted_steps,
+)
 from tests.served_steps import Step, served
 
 
@@ -69,7 +77,7 @@ def test_whatever_a_request_went_through_is_explained_to_the_token(steps: list[S
             break
         ran.append(step)
         if step is not None:
-            expected.append((position, *step))
+            expected.append((position, *step, min(step[1], max_tokens - position - 1)))
         position += 1 + (0 if step is None else step[1])
     cut = max(0, position - max_tokens)
     assert decode_steps(request) == len(ran)
@@ -78,8 +86,11 @@ def test_whatever_a_request_went_through_is_explained_to_the_token(steps: list[S
     # A cut step with nothing left of its drafts looks like any other one-token step; it is found all the same.
     assert cut_at_end(request) == (cut if ran and ran[-1] is not None else 0)
     placed = placed_steps(request)
-    assert [(step.drafted, step.accepted) for step in placed] == [(k, a) for _, k, a in expected]
-    for step, (where, _, accepted) in zip(placed, expected, strict=True):
+    assert [(step.drafted, step.accepted) for step in placed] == [(k, accepted) for _, k, accepted, _ in expected]
+    assert received_counts(request) == [received for *_, received in expected]
+    # A walk over the answer finds every draft that stands in it.
+    assert accepted_in_answer(request) == [min(accepted, max_tokens - where) for where, _, accepted, _ in expected]
+    for step, (where, _, accepted, _) in zip(placed, expected, strict=True):
         if accepted > 0:
             assert step.position == where
     assert all(a.position < b.position for a, b in pairwise(placed))
@@ -149,6 +160,12 @@ def test_acceptance_by_output_position() -> None:
     assert second["longest_requests"] == 1
     assert second["interval"] is None, "one prompt does not show how prompts differ"
     assert first["interval"][0] <= first["tau"] <= first["interval"][1]
+
+
+def test_the_end_of_the_answer_is_no_fall_of_acceptance() -> None:
+    """Every step accepts 3 of 3; of the last only one token is left, so tau of what was received would be 1 there."""
+    first, last = position_rows([served([(3, 3)] * 5, max_tokens=18)], edges=[0, 17])
+    assert (first["tau"], last["tau"], last["steps"]) == (4, 4, 1)
 
 
 def test_a_step_belongs_to_the_bucket_of_the_position_where_it_begins() -> None:

@@ -31,7 +31,7 @@ def test_without_draft_lengths_no_head_is_needed() -> None:
     assert [arm.name for arm in arms] == ["ar", "ngram"]
 
 
-@pytest.mark.parametrize("name", ["ar", "schedule", "k3", "k12"])
+@pytest.mark.parametrize("name", ["ar", "ar_twin", "schedule", "k3", "k12"])
 def test_names_of_eyas_are_taken(name: str) -> None:
     with pytest.raises(ValueError, match="choose another name"):
         require_free_name(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,44 +27,9 @@ from eyas.heads.files import read_json, write_json
 from eyas.heads.formats.check import check_head, errors
 from eyas.recipes.ceiling_command import _ask, _numbers, is_recipe
 from eyas.recipes.cli import app
-from tests.cost_cells import Law, serve
+from tests.ceiling_starts import PATTERNS, SIZES, law, results_of, starts_of
+from tests.cost_cells import serve
 from tests.eval_records import write_start
-
-SIZES = (1, 4, 16)
-PATTERNS = {"low": [0, 1, 0, 2, 0, 0], "high": [3, 2, 3, 1, 3, 2]}
-STEP, TOKEN, DRAFT = 0.030, 0.002, 0.003
-
-
-def law(arm: str, running: int) -> float:
-    length = int(arm[1]) if arm != "ar" else 0
-    return STEP + TOKEN * (length + 1) * running + DRAFT * length
-
-
-def starts_of(directory: Path, *, lengths: Sequence[int] = (1, 3), law: Law = law, repeats: int = 2) -> list:
-    number = 0
-    for repeat in range(repeats):
-        for arm in ceiling_arms(Path("head"), method="eagle3", draft_lengths=lengths):
-            accepts = [min(arm.draft_length, each) for each in PATTERNS.get(arm.name[3:], [0])]
-            cells = [
-                serve(arm.name, batch_size=size, law=law, draft_length=arm.draft_length, accepts=accepts)
-                for size in SIZES
-            ]
-            write_start(
-                directory,
-                number,
-                arm.name,
-                cells,
-                draft_length=arm.draft_length,
-                kind=arm.kind,
-                round=repeat,
-                speculative_config=arm.speculative_config,
-            )
-            number += 1
-    return read_starts(directory)
-
-
-def results_of(directory: Path, **changes: Any) -> dict[str, Any]:
-    return ceiling_results(starts_of(directory, **changes), context={"target": "a target"})
 
 
 def test_needed_tau_best_case_and_references(tmp_path: Path) -> None:
@@ -87,42 +52,6 @@ def test_references_are_the_published_taus() -> None:
     assert GOOD.tau(3) == pytest.approx(2.60, abs=0.01)
     assert MODEST.tau(3) == pytest.approx(2.26, abs=0.01)
     assert GOOD.tau(5) == pytest.approx(2.6049 + 0.3545**2 / 0.5208 + 0.3545**3 / 0.5208**2, abs=1e-4)
-
-
-def test_up_to_which_concurrency(tmp_path: Path) -> None:
-    """modest: best speedups over k are 1.5, 1.4 and 1.0 at batch sizes 1, 4 and 16."""
-    results = results_of(tmp_path)
-    modest = results["up_to"]["modest"]
-    best = {size: max((MODEST.tau(k) / (law(f"k{k}", size) / law("ar", size)), k) for k in (1, 3)) for size in SIZES}
-    expected = [size for size in SIZES if best[size][0] >= 1.05]
-    assert modest["batch_size"] == expected[-1]
-    assert modest["best_speedup"] == pytest.approx(max(best[size][0] for size in expected))
-    assert modest["best_draft_length"] == 3
-
-
-def test_words_of_a_target_for_which_a_head_pays(tmp_path: Path) -> None:
-    results = results_of(tmp_path)
-    text = " ".join(ceiling_sentences(results))
-    assert text.startswith("Synthetic: the head's weights are random")
-    assert "A head is worth training here for up to" in text
-    assert "gave the same step time in 6 of 6 cells" in text
-    assert "NOT SETTLED" not in text
-    table = ceiling_table(results)
-    assert len(table.splitlines()) == 7
-    assert f"{law('k3', 4) / law('ar', 4):.2f}" in table
-
-
-def test_words_where_verifying_costs_as_much_as_decoding(tmp_path: Path) -> None:
-    """Every token costs a whole step: nothing can pay, however much is accepted."""
-
-    def hopeless(arm: str, running: int) -> float:
-        length = int(arm[1]) if arm != "ar" else 0
-        return 0.01 * (length + 1) * running + 0.02 * length
-
-    text = " ".join(ceiling_sentences(results_of(tmp_path, law=hopeless)))
-    assert "A head is not worth training here" in text
-    assert "From batch size 1 on even a head whose every draft is accepted is slower" in text
-    assert "impossible" in ceiling_table(results_of(tmp_path / "again", law=hopeless))
 
 
 def test_step_times_that_depend_on_acceptance_are_found(tmp_path: Path) -> None:
@@ -285,12 +214,14 @@ def run(out_dir: Path, target_dir: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("fake_launcher")
 def test_a_whole_run(tmp_path: Path, tiny_target: Path) -> None:
-    results = run(tmp_path / "out", tiny_target)
+    engine = replace(ENGINE, tensor_parallel_size=2, gpu_memory_utilization=0.5)
+    results = run(tmp_path / "out", tiny_target, engine=engine)
     assert results["starts"] == {"ar": 2, "k3_high": 2, "k3_low": 2, "k1_high": 2, "k1_low": 2}
     assert read_json(tmp_path / "out" / "ceiling.json") == json.loads(json.dumps(results))
     assert (tmp_path / "out" / "ceiling.md").read_text().startswith("- Synthetic")
     assert not (tmp_path / "out" / "random-head").exists()
     plan = FakeLauncher.plans[0]
+    assert (plan.tensor_parallel_size, plan.gpu_memory_utilization) == (2, 0.5)
     assert {cell.ignore_eos for cell in plan.cells} == {True}
     assert plan.warmup not in [request.token_ids for cell in plan.cells for request in cell.requests]
     order = [plan.arm for plan in FakeLauncher.plans]

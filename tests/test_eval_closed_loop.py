@@ -33,6 +33,7 @@ class Engine:
     def __init__(self, clock: Clock, *, length: int, chunk: int = 1, limit: int = 99) -> None:
         self.clock, self.length, self.chunk, self.limit = clock, length, chunk, limit
         self.given: dict[str, int] = {}
+        self.taken_up: set[str] = set()
         self.most_at_once = 0
 
     def add_request(self, name: str, prompt: dict[str, Any], parameters: Any) -> None:
@@ -45,7 +46,9 @@ class Engine:
     def step(self) -> list[Any]:
         self.clock.now += STEP_SECONDS
         outputs = []
-        for name in list(self.given)[: self.limit]:
+        batch = list(self.given)[: self.limit]
+        self.taken_up.update(batch)
+        for name in batch:
             before = self.given[name]
             after = min(self.length, before + (self.chunk if before else 1))
             self.given[name] = after
@@ -75,12 +78,14 @@ def serve(
 
 
 class Scheduler:
+    """Like vLLM's: a request waits until a step has taken it up, whatever ended in that step."""
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     @property
     def waiting(self) -> list[str]:
-        return list(self.engine.given)[self.engine.limit :]
+        return [name for name in self.engine.given if name not in self.engine.taken_up]
 
 
 def test_a_new_request_is_submitted_as_soon_as_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +128,9 @@ def test_chunks_keep_their_sizes_and_acceptance_its_counts(monkeypatch: pytest.M
 
 def test_steps_with_a_smaller_batch_than_asked_for_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = serve(monkeypatch, Engine(Clock(), length=2, limit=2), requests=3, batch_size=3)
-    assert loop.held_back == 1, "after the first step one of three still waited; then two had ended"
+    assert loop.held_back == 2, "two run and one waits until they end; then it runs alone"
+    assert [step.running for step in loop.steps] == [2, 2, 1, 1]
+    assert loop.mean_running == pytest.approx(1.5, abs=0.01)
 
 
 @pytest.mark.parametrize("slowed_by", [0.1, 1.0])
@@ -141,6 +148,7 @@ def test_a_step_without_output_is_a_step_all_the_same(monkeypatch: pytest.Monkey
         if not first:
             first.append(1)
             engine.clock.now += STEP_SECONDS
+            engine.taken_up.update(engine.given)
             return []
         return step()
 

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.eval.cost import leviathan, model, oracle
-from eyas.eval.cost.break_even import ALWAYS, NEVER, crossing, describe, linear_break_even
 from eyas.eval.cost.measured import measured_groups
 from eyas.eval.cost.replay import replay, steps_needed
 from eyas.eval.cost.rows import cost_results
@@ -23,28 +22,18 @@ from eyas.eval.latency import throughput
 from eyas.eval.records import AR, ArmFacts, StepRecord
 from eyas.heads.files import write_json
 from tests.cost_cells import facts, serve, session
-
-LENGTHS = {"k3": 3, "k1": 1}
-ACCEPTS = {"k3": [3, 0, 1, 2, 0], "k1": [1, 0, 1, 0, 0]}
-TAUS = {"k3": 1 + 6 / 5, "k1": 1 + 2 / 5}
-SIZES = (1, 2, 4, 8, 16, 32)
-STEP, TOKEN, SEQUENCE = 0.030, 0.0012, 0.0004
-DRAFTS = {"ar": 0.0, "k3": 0.006, "k1": 0.0025}
-
-
-def linear_law(arm: str, running: int) -> float:
-    tokens = (LENGTHS.get(arm, 0) + 1) * running
-    return STEP + DRAFTS[arm] + TOKEN * tokens + SEQUENCE * running
-
-
-def roofline_law(arm: str, running: int) -> float:
-    tokens = (LENGTHS.get(arm, 0) + 1) * running
-    return STEP + DRAFTS[arm] + TOKEN * max(0, tokens - 8) + SEQUENCE * running
-
-
-def linear_session() -> dict:
-    cells = session(linear_law, lengths=LENGTHS, accepts=ACCEPTS, batch_sizes=SIZES)
-    return cost_results(cells, facts(LENGTHS), [], seed=0)
+from tests.cost_laws import (
+    ACCEPTS,
+    LENGTHS,
+    SEQUENCE,
+    SIZES,
+    STEP,
+    TAUS,
+    TOKEN,
+    linear_law,
+    linear_session,
+    roofline_law,
+)
 
 
 def test_steps_with_prompts_and_the_thinning_tail_have_no_part_in_a_step_time() -> None:
@@ -147,83 +136,6 @@ def test_one_start_per_arm_has_no_interval_and_says_so() -> None:
     result = cost_results(cells, facts(LENGTHS), [], seed=0)
     assert all(row["tau_min_interval"] is None for row in result["tau_min"])
     assert all(row["measured"]["interval"] is None for row in result["break_even"])
-
-
-def test_break_even_measured_and_predicted() -> None:
-    result = linear_session()
-    exact = {
-        arm: linear_break_even(
-            step=STEP, draft=DRAFTS[arm], token=TOKEN, sequence=SEQUENCE, draft_length=LENGTHS[arm], tau=TAUS[arm]
-        )
-        for arm in LENGTHS
-    }
-    for row in result["break_even"]:
-        predicted = row["predicted_decode"]["batch_size"]
-        if exact[row["arm"]] < 32:
-            assert predicted == pytest.approx(exact[row["arm"]], rel=0.1)
-            assert row["measured_decode"]["batch_size"] == pytest.approx(exact[row["arm"]], rel=0.15)
-            low, high = row["predicted_decode"]["interval"]
-            assert low == pytest.approx(high)
-        else:
-            assert row["predicted_decode"]["label"] == "> 32"
-    assert result["break_even"][0]["closed_form"] == pytest.approx(exact["k3"], rel=0.1)
-
-
-def test_crossing_is_interpolated_in_the_logarithm_of_the_batch_size() -> None:
-    assert crossing([1, 4, 16], [2.0, 1.25, 0.8]) == pytest.approx(8)
-    assert crossing([1, 4], [0.9, 0.8]) == NEVER
-    assert crossing([1, 4], [1.2, 1.0]) == ALWAYS
-    assert crossing([1, 2, 4, 8], [1.2, 0.5, 1.2, 0.9]) < 2
-
-
-def test_crossings_beyond_the_tested_range_are_words() -> None:
-    assert describe(ALWAYS, None, smallest=1, largest=32)["label"] == "> 32"
-    drawn = np.array([NEVER, 4.0, ALWAYS])
-    row = describe(NEVER, drawn, smallest=2, largest=32)
-    assert (row["label"], row["interval_label"], row["batch_size"]) == ("< 2", "< 2 to > 32", None)
-
-
-def test_values_of_the_preprint() -> None:
-    """facts/evaluation.md 5.3: the fitted H100 constants of arXiv 2601.11580's simulator, GSM8K marginals, k = 3.
-
-    The mean context is the one free number; 177 tokens give all four of the published check's figures.
-    """
-    step, draft, token, context = 5.886e-3 + 1.207e-3, 2.135e-3, 2.101e-5, 177 * 3.926e-8
-    tau = 1 + sum((0.673, 0.440, 0.281))
-
-    def speedup(size: int) -> float:
-        shared = step + context * size
-        return tau * (shared + token * size) / (shared + draft + 4 * token * size)
-
-    assert [round(speedup(size), 2) for size in (1, 64, 128)] == [1.83, 1.41, 1.22]
-    found = linear_break_even(step=step, draft=draft, token=token, sequence=context, draft_length=3, tau=tau)
-    assert round(found) == 322
-    assert speedup(322) == pytest.approx(1, abs=1e-3)
-
-
-@given(
-    step=st.floats(1e-3, 0.1),
-    draft=st.floats(0, 0.05),
-    token=st.floats(1e-6, 1e-2),
-    sequence=st.floats(0, 1e-2),
-    length=st.integers(1, 8),
-    share=st.floats(0, 1),
-)
-def test_the_closed_form_is_where_the_speedup_is_one(
-    step: float, draft: float, token: float, sequence: float, length: int, share: float
-) -> None:
-    tau = 1 + share * length
-    size = linear_break_even(step=step, draft=draft, token=token, sequence=sequence, draft_length=length, tau=tau)
-
-    def speedup(size: float) -> float:
-        return tau * (step + (token + sequence) * size) / (step + draft + (token * (length + 1) + sequence) * size)
-
-    if size == NEVER:
-        assert speedup(1e-6) <= 1 + 1e-6
-    elif size == ALWAYS:
-        assert speedup(1e9) >= 1 - 1e-6
-    else:
-        assert speedup(size) == pytest.approx(1, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -338,9 +250,9 @@ def test_datasets_and_temperatures_have_models_of_their_own() -> None:
 def test_tau_of_the_acceptance_section_stands_beside_ours() -> None:
     cells = session(linear_law, lengths={"k3": 3}, accepts=ACCEPTS, batch_sizes=(1, 4))
     row = {"dataset": "heldout", "temperature": 0.0, "batch_size": 4, "arm": "k3"}
-    row |= {"tau_step_weighted": 2.2, "tau_step_weighted_interval": [2.1, 2.3]}
+    row |= {"tau": 2.2, "tau_interval": [2.1, 2.3], "tau_all_steps_common": 2.1}
     rows = cost_results(cells, facts({"k3": 3}), [row], seed=0)["tau_min"]
-    assert [each["tau_step_weighted"] for each in rows] == [None, 2.2]
+    assert [(each["tau_drafted"], each["tau_common"]) for each in rows] == [(None, None), (2.2, 2.1)]
 
 
 def test_replay_reproduces_the_loop_that_the_law_made() -> None:

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from eyas.eval.fidelity import PARITY_TOLERANCE, accepted_within_answer, check_parity
+from eyas.eval.fidelity import PARITY_TOLERANCE, check_parity
 from tests.eval_records import request
+from tests.served_steps import served
 
 
 def test_parity_compares_taus() -> None:
@@ -38,16 +37,9 @@ def test_the_tolerance_is_relative_and_two_sided(more: int, passed: bool) -> Non
 
 
 def test_what_is_verified_behind_the_end_of_an_answer_is_not_compared() -> None:
-    """An answer of ten tokens: 1 read, then 3, 3, and 3 that were left of the 4 that the last step had."""
-    assert accepted_within_answer(request("p0", token_ids=[1] * 10, accepted=[2, 2, 3])) == [2, 2, 3]
-    assert accepted_within_answer(request("p0", token_ids=[1] * 9, accepted=[2, 2, 3])) == [2, 2, 2]
-    assert accepted_within_answer(request("p0", token_ids=[1] * 8, accepted=[2, 2, 3])) == [2, 2, 1]
-    assert accepted_within_answer(request("p0", token_ids=[1], accepted=[3])) == [0]
-
-
-@given(st.lists(st.integers(0, 5), max_size=20), st.integers(1, 60))
-def test_counts_are_cut_and_never_raised(accepted: list[int], tokens: int) -> None:
-    counts = accepted_within_answer(request("p0", token_ids=[1] * tokens, accepted=accepted))
-    assert len(counts) == len(accepted)
-    assert all(0 <= count <= given for count, given in zip(counts, accepted, strict=True))
-    assert sum(counts) <= tokens - 1
+    """An answer of eight tokens: 1 read, then 3, 3, and 1 that was left of the 4 that the last step had: its first draft."""
+    cut = served([(3, 2), (3, 2), (3, 3)], prompt_id="p0", max_tokens=8)
+    assert cut.per_step_accepted == [2, 2, 3], "the engine counts what it verified"
+    parity = check_parity([cut], offline={"p0": [2, 2, 1]}, draft_length=3)
+    assert parity["served"] == parity["offline"]
+    assert parity["served"]["tau_step_weighted"] == pytest.approx(1 + 5 / 3)

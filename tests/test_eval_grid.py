@@ -13,7 +13,7 @@ from eyas.eval.arms import PLAIN, Arm
 from eyas.eval.grid import FIRST_OF_SCHEDULE, order_of_starts, plan_turns, read_failures, require_both_sides, run_grid
 from eyas.eval.launch import Launcher
 from eyas.eval.plan import CellPlan, StartPlan, read_plan
-from eyas.eval.records import read_starts
+from eyas.eval.records import Protocol, read_starts
 from eyas.eval.workload import Request
 from eyas.heads.files import read_json, write_json
 
@@ -74,11 +74,28 @@ def test_side_by_side_every_arm_gets_pairs_with_plain_decoding_loaded_first_in_t
     assert [[arm.name for arm in turn.arms] for turn in turns] == [
         ["ar", "k3"],
         ["ar", "k1"],
+        ["ar", "ar_twin"],
+        ["ar_twin", "ar"],
         ["k1", "ar"],
         ["k3", "ar"],
     ]
-    assert [turn.round for turn in turns] == [0, 1, 2, 3]
-    assert [turn.start for turn in turns] == [0, 2, 4, 6]
+    assert [turn.round for turn in turns] == [0, 1, 2, 3, 4, 5]
+    assert [turn.start for turn in turns] == [0, 2, 4, 6, 8, 10]
+
+
+def test_the_twin_of_plain_decoding_is_a_control_that_drafts_nothing_and_is_not_slowed() -> None:
+    twin = plan_turns(ARMS, protocol="side-by-side", starts_per_arm=1)[-1].arms[1]
+    assert twin == Arm("ar_twin", "other", None, slowed_by=0.0)
+    assert plan_turns([], protocol="side-by-side", starts_per_arm=0) == []
+
+
+@pytest.mark.parametrize(("protocol", "most"), [("starts", 166), ("side-by-side", 83)])
+def test_a_phase_has_no_more_starts_than_it_can_number(protocol: Protocol, most: int) -> None:
+    arms = [PLAIN, K3, K1]
+    turns = plan_turns(arms, protocol=protocol, starts_per_arm=most)
+    assert turns[-1].start + len(turns[-1].arms) <= FIRST_OF_SCHEDULE
+    with pytest.raises(ValueError, match=rf"set score\.starts_per_arm to {most} at most"):
+        plan_turns(arms, protocol=protocol, starts_per_arm=most + 1)
 
 
 def test_plan_survives_its_file(tmp_path: Path) -> None:
@@ -209,7 +226,76 @@ def test_ctrl_c_ends_the_worker_and_leaves_nothing_half_written(tmp_path: Path) 
     launcher = interrupting((sys.executable, str(WORKER)), {"ar": "hang"})
     with pytest.raises(KeyboardInterrupt):
         launcher.run(PLAN, tmp_path / "000-ar")
-    assert {path.name for path in tmp_path.iterdir()} == {"000-ar.plan.json", "000-ar.log", "000-ar.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"000-ar.plan.json", "000-ar.log", "000-ar.failed.json"}
+    assert read_json(tmp_path / "000-ar.failed.json")["reason"] == "interrupted"
+
+
+def test_ctrl_c_keeps_the_blocks_that_were_finished_and_the_start_runs_again(tmp_path: Path) -> None:
+    launcher = interrupting((sys.executable, str(WORKER)), {"ar": "half_hang"})
+    with pytest.raises(KeyboardInterrupt):
+        launcher.run(PLAN, tmp_path / "000-ar")
+    assert [len(start.cells) for start in read_starts(tmp_path)] == [1]
+    assert Recorder().launcher.run(PLAN, tmp_path / "000-ar")
+    assert [len(start.cells) for start in read_starts(tmp_path)] == [2]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"000-ar{end}" for end in (".jsonl", ".json", ".plan.json", ".log")
+    }
+
+
+@pytest.mark.parametrize("behaviour", ["crash", "nothing", "hang"])
+def test_a_second_attempt_that_gets_less_far_costs_nothing_of_the_first(tmp_path: Path, behaviour: str) -> None:
+    stem = tmp_path / "000-ar"
+    Recorder({"ar": "half"}).launcher.run(PLAN, stem)
+    before = [stem.with_suffix(suffix).read_bytes() for suffix in (".jsonl", ".json")]
+    assert not Recorder({"ar": behaviour}, timeout_s=1.5).launcher.run(PLAN, stem)
+    kept = 2 if behaviour == "nothing" else 1
+    assert read_json(stem.with_suffix(".failed.json"))["kept_blocks"] == kept
+    assert [len(start.cells) for start in read_starts(tmp_path)] == [kept]
+    if kept == 1:
+        assert [stem.with_suffix(suffix).read_bytes() for suffix in (".jsonl", ".json")] == before
+    assert not list(tmp_path.glob("*.earlier"))
+
+
+def test_a_start_counts_as_failed_until_it_has_ended(tmp_path: Path) -> None:
+    """So that a kill at any moment, even while earlier blocks are put in order, leaves no half start that looks whole."""
+    seen: list[str] = []
+
+    def look(line: str) -> None:
+        if line.startswith("progress"):
+            seen.append(read_json(tmp_path / "000-ar.failed.json")["reason"])
+
+    launcher = replace(Recorder().launcher, relay=look)
+    assert launcher.run(PLAN, tmp_path / "000-ar")
+    assert seen == ["killed while it ran"]
+    assert read_failures(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        {".jsonl": ".jsonl.partial"},  # a first attempt
+        {".jsonl": ".jsonl.earlier", ".json": ".json.earlier"},  # a second one that had finished nothing
+        {".jsonl": ".jsonl.earlier"},  # between the two renames
+    ],
+)
+def test_an_attempt_killed_together_with_its_parent_leaves_its_blocks_to_the_next(
+    tmp_path: Path, left: dict[str, str]
+) -> None:
+    """`kill -9`, then an attempt that gets nowhere."""
+    stem = tmp_path / "000-ar"
+    Recorder({"ar": "half"}).launcher.run(PLAN, stem)
+    for suffix, moved in left.items():
+        stem.with_suffix(suffix).rename(stem.with_suffix(moved))
+    assert not Recorder({"ar": "crash"}).launcher.run(PLAN, stem)
+    assert [len(start.cells) for start in read_starts(tmp_path)] == [1]
+    assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".jsonl", ".log"}
+
+
+def test_blocks_of_another_plan_are_not_kept(tmp_path: Path) -> None:
+    stem = tmp_path / "000-ar"
+    Recorder({"ar": "half"}).launcher.run(PLAN, stem)
+    assert not Recorder({"ar": "crash"}).launcher.run(replace(PLAN, seed=1), stem)
+    assert read_starts(tmp_path) == []
 
 
 def test_ctrl_c_ends_both_workers_of_a_pair(tmp_path: Path) -> None:
@@ -224,7 +310,7 @@ def test_ctrl_c_ends_both_workers_of_a_pair(tmp_path: Path) -> None:
 def test_blocks_of_a_pair_alternate_and_each_side_knows_its_partner(tmp_path: Path) -> None:
     recorder = Recorder()
     plan = replace(PLAN, protocol="side-by-side", blocks=2)
-    turns = plan_turns(ARMS, protocol="side-by-side", starts_per_arm=1)
+    turns = plan_turns(ARMS, protocol="side-by-side", starts_per_arm=1)[:1]
     assert run_grid(tmp_path, plan=plan, turns=turns, launcher=recorder.launcher) == 2
     order = [line.split()[1] for line in recorder.lines if line.startswith("block")]
     assert order == ["ar", "k3", "k3", "ar", "ar", "k3", "k3", "ar"]
@@ -239,7 +325,17 @@ def test_blocks_of_a_pair_alternate_and_each_side_knows_its_partner(tmp_path: Pa
 @pytest.mark.parametrize("behaviour", ["crash", "half", "nothing"])
 def test_a_pair_of_which_one_fails_is_void_as_a_whole(tmp_path: Path, behaviour: str) -> None:
     recorder = Recorder({"k3": behaviour})
-    assert recorder.run(tmp_path, [*ARMS, K1], starts=1, protocol="side-by-side") == 2
-    assert [(start.arm, start.beside) for start in read_starts(tmp_path)] == [("ar", "k1"), ("k1", "ar")]
+    assert recorder.run(tmp_path, ARMS, starts=1, protocol="side-by-side") == 2
+    assert [(start.arm, start.beside) for start in read_starts(tmp_path)] == [("ar", "ar_twin"), ("ar_twin", "ar")]
     assert {failure["start"] for failure in read_failures(tmp_path)} == {0, 1}
-    assert Recorder().run(tmp_path, [*ARMS, K1], starts=1, protocol="side-by-side") == 4
+    with pytest.raises(ValueError, match="every start of the other arms failed"):
+        require_both_sides(tmp_path)
+    assert Recorder().run(tmp_path, ARMS, starts=1, protocol="side-by-side") == 4
+
+
+def test_the_second_engine_of_a_pair_is_loaded_when_the_first_one_is(tmp_path: Path) -> None:
+    recorder = Recorder({"ar": "crash"})
+    recorder.run(tmp_path, ARMS, starts=1, protocol="side-by-side")
+    assert "k3" not in recorder.started()
+    failure = read_json(tmp_path / "001-k3.failed.json")
+    assert (failure["reason"], failure["log_tail"]) == ("ended because its partner failed", [])

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from eyas.eval.latency import (
     chunk_gaps,
     latency_summary,
     summarise,
+    summarise_requests,
     throughput,
     time_per_output_token,
     time_to_first_token,
@@ -32,8 +35,25 @@ def test_throughput_counts_the_makespan_not_the_sum_of_latencies() -> None:
 
 def test_percentiles() -> None:
     summary = summarise([float(value) for value in range(101)])
-    assert summary == pytest.approx({"mean": 50.0, "p50": 50.0, "p90": 90.0, "p99": 99.0})
+    assert summary == pytest.approx({"n": 101, "mean": 50.0, "p50": 50.0, "p90": 90.0, "p99": 99.0})
     assert summarise([]) is None
+
+
+@pytest.mark.parametrize(("independent", "p99"), [(100, 99.0), (99, None)])
+def test_a_p99_needs_a_hundred_independent_requests(independent: int, p99: float | None) -> None:
+    summary = summarise_requests([float(value) for value in range(101)], independent=independent)
+    assert summary is not None and summary["p99"] == (None if p99 is None else pytest.approx(p99))
+    assert (summary["n"], summary["p90"]) == (101, pytest.approx(90.0))
+
+
+def test_starts_and_turns_are_no_independent_requests() -> None:
+    # 34 prompts in 3 starts are 102 answers of 34 prompts; 100 turns of one conversation are one witness.
+    few = latency_summary([cell(41.0, requests=34) for _ in range(3)])["e2e"]
+    assert few is not None and (few["n"], few["p99"]) == (102, None)
+    assert (latency_summary([cell(41.0, requests=100)])["e2e"] or {})["p99"] is not None
+    made = cell(41.0, requests=100)
+    turns = replace(made, requests=[replace(each, conversation="one") for each in made.requests])
+    assert (latency_summary([turns])["e2e"] or {})["p99"] is None
 
 
 def test_summary_covers_all_starts() -> None:

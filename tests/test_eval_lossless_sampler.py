@@ -180,10 +180,11 @@ def test_greedy_verification_follows_the_argmax() -> None:
 def test_the_installed_sampler_with_its_mends_passes(tmp_path: Path) -> None:
     """Real vLLM, its own code path on this machine. The test tells a fault of vLLM as much as one of ours."""
     out, environment = tmp_path / "sampler.json", engine_environment(threads=1, kv_cache_gib=1)
-    command = [sys.executable, "-m", "eyas.eval.lossless.sampler", "20000", str(out)]
+    command = [sys.executable, "-m", "eyas.eval.lossless.sampler", "20000", str(out), "a session"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     raw = json.loads(out.read_text())
+    assert raw["session"] == "a session"
     level = judge_sampler(raw)
     failed = [row for row in level["cases"] if not row["as_expected"]]
     assert level["passed"], failed

@@ -32,7 +32,7 @@ from eyas.eval.lossless.kolmogorov import (
     paired_permutation_p,
     paired_shift_p,
 )
-from eyas.eval.lossless.two_sample import stratum, two_sample
+from eyas.eval.lossless.two_sample import Stratum, stratum, two_sample
 
 NORMAL = NormalDist()
 
@@ -198,7 +198,7 @@ def test_two_samples_of_one_distribution_are_not_told_apart() -> None:
 
 def test_permutation_and_asymptotic_p_values_agree_on_large_cells() -> None:
     table = np.array([[300, 340, 360], [330, 350, 320]])
-    test = two_sample([table], level=0.0002, seed=0)
+    test = two_sample([Stratum(table, rare=0, certain=False)], level=0.0002, seed=0)
     assert test.chi_square.statistic == pytest.approx(3.927, abs=1e-3)
     assert test.permutation_p == pytest.approx(test.chi_square.p_value, rel=0.4)
 
@@ -214,6 +214,22 @@ def test_a_two_sample_test_is_sound_on_anything(left: list[int], right: list[int
 
 def test_strata_keep_prompts_apart() -> None:
     """Each arm gives both tokens equally often, but to other prompts: pooled over prompts nothing would be seen."""
-    tables = [stratum([0] * 50, [1] * 50), stratum([1] * 50, [0] * 50)]
-    assert two_sample(tables, level=0.01, seed=0).permutation_p < 0.01
-    assert two_sample([sum(tables[1:], tables[0])], level=0.01, seed=0).permutation_p > 0.5
+    strata = [stratum([0] * 50, [1] * 50), stratum([1] * 50, [0] * 50)]
+    assert two_sample(strata, level=0.01, seed=0).permutation_p < 0.01
+    together = Stratum(strata[0].table + strata[1].table, rare=0, certain=False)
+    assert two_sample([together], level=0.01, seed=0).permutation_p > 0.5
+
+
+def test_one_cell_means_certainty_or_that_nothing_could_be_compared() -> None:
+    """Sixty values once each, and one value sixty times, both make one cell: only the second would show a difference."""
+    certain = two_sample([stratum([7] * 60, [7] * 60)], level=0.05, seed=0)
+    assert certain.rare_share == 0
+    assert certain.detectable_tv == pytest.approx(0.5 * math.sqrt(7.849 / 30), rel=1e-3)
+    rare = two_sample([stratum(range(60), range(60))], level=0.05, seed=0)
+    assert (rare.rare_share, rare.detectable_tv) == (1, None)
+    both = two_sample([stratum([7] * 60, [7] * 60), stratum(range(60), range(60))], level=0.05, seed=0)
+    assert both.rare_share == pytest.approx(0.5)
+    assert both.detectable_tv == certain.detectable_tv, "what could not be tested adds nothing"
+    mixed = two_sample([stratum([7] * 40 + [8, 9], [7] * 40 + [5, 6])], level=0.05, seed=0)
+    assert mixed.rare_share == pytest.approx(4 / 84)
+    assert mixed.detectable_tv is not None, "all but four samples are one value"

@@ -16,13 +16,13 @@ import pytest
 
 from eyas.eval.arms import PLAIN, Arm
 from eyas.eval.openloop.client import Sampling
-from eyas.eval.openloop.differences import server_differences
+from eyas.eval.openloop.differences import read_servers, server_differences
 from eyas.eval.openloop.load import Patience
 from eyas.eval.openloop.plan import LoadPlan
 from eyas.eval.openloop.records import LoadCell, read_cells, read_failed
 from eyas.eval.openloop.rows import open_loop_rows
 from eyas.eval.openloop.run import run_open_loop
-from eyas.eval.openloop.server import ServedEngine
+from eyas.eval.serve_options import ServedEngine
 from eyas.eval.workload import Request
 from eyas.heads.serving import engine_environment
 from tests import tiny
@@ -39,6 +39,7 @@ def make_plan(target_dir: Path) -> LoadPlan:
     generator = random.Random(0)
     prompts = [[generator.randrange(3, tiny.VOCAB_SIZE) for _ in range(6 + index)] for index in range(REQUESTS)]
     return LoadPlan(
+        session="this",
         engine=ServedEngine(
             target_dir=str(target_dir),
             trust_remote_code=False,
@@ -55,7 +56,7 @@ def make_plan(target_dir: Path) -> LoadPlan:
         seed=0,
         sampling=Sampling(temperature=0.0, top_p=1.0, top_k=0, max_tokens=MAX_TOKENS, seed=0, stop_token_ids=[2]),
         max_connections=64,
-        patience=Patience(request_s=60.0, silence_s=60.0),
+        patience=Patience(request_s=60.0, silence_s=30.0),
     )
 
 
@@ -70,6 +71,7 @@ def test_open_loop_on_a_real_server(tiny_target: Path, tmp_path: Path) -> None:
             plan=plan,
             arms=arms,
             starts_per_arm=1,
+            wanted=REQUESTS,
             slo_ttft_ms=10_000.0,
             slo_tpot_ms=10_000.0,
             environment=environment,
@@ -79,7 +81,7 @@ def test_open_loop_on_a_real_server(tiny_target: Path, tmp_path: Path) -> None:
 
     arms = [PLAIN, Arm("ngram", "other", NGRAM), broken]
     run(arms, plan)
-    cells = read_cells(tmp_path)
+    cells = read_cells(tmp_path, session="this")
     assert [(cell.arm, cell.rate) for cell in cells] == [("ar", 4.0), ("ar", 40.0), ("ngram", 4.0), ("ngram", 40.0)]
     for cell in cells:
         check_cell(cell)
@@ -91,32 +93,32 @@ def test_open_loop_on_a_real_server(tiny_target: Path, tmp_path: Path) -> None:
         "greedy answers in float32 depend neither on load nor on drafting"
     )
     check_drafting(cells)
-    failed = read_failed(tmp_path)
+    failed = read_failed(tmp_path, session="this")
     assert [(cell.arm, cell.rate) for cell in failed] == [("broken", 4.0), ("broken", 40.0)]
     assert "ended" in failed[0].reason and failed[0].log_tail
 
-    rows = open_loop_rows(tmp_path)
+    rows = open_loop_rows(tmp_path, session="this")
     assert [(row["rate"], row["arm"], row["starts"]) for row in rows] == [
         (rate, arm, starts) for rate in RATES for arm, starts in (("ar", 1), ("broken", 0), ("ngram", 1))
     ]
     for row in rows:
         if row["starts"]:
             assert row["goodput"]["share"] == 1.0
-            assert row["void"] is None, server_differences(tmp_path)
+            assert row["void"] is None, server_differences(read_servers(tmp_path, session="this"))
 
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("000-ar/rate-*.jsonl")}
     run(arms[:1], replace(plan, rates=[*RATES, 8.0]))
     after = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/rate-*.jsonl")}
     assert before.items() <= after.items(), "complete cells are kept"
     assert sorted(path.name for path in after) == ["rate-4.jsonl", "rate-40.jsonl", "rate-8.jsonl"]
-    assert not read_failed(tmp_path), "what no longer belongs to the session is gone"
+    assert not read_failed(tmp_path, session="this"), "what no longer belongs to the session is gone"
 
 
 def check_cell(cell: LoadCell) -> None:
     assert len(cell.requests) == REQUESTS
     for request in cell.requests:
         assert request.failure is None
-        assert request.t_sent is not None and request.t_finish is not None
+        assert request.t_sent is not None and request.t_finish is not None and request.completion_tokens is not None
         assert request.t_scheduled <= request.t_released <= request.t_sent <= request.chunk_times[0]
         assert request.chunk_times == sorted(request.chunk_times)
         assert request.chunk_times[-1] <= request.t_finish
@@ -192,6 +194,7 @@ def test_an_engine_that_dies_in_the_middle(tiny_target: Path, tmp_path: Path) ->
             plan=plan,
             arms=[PLAIN],
             starts_per_arm=1,
+            wanted=REQUESTS,
             slo_ttft_ms=10_000.0,
             slo_tpot_ms=10_000.0,
             environment=engine_environment(threads=1, kv_cache_gib=1),
@@ -201,8 +204,8 @@ def test_an_engine_that_dies_in_the_middle(tiny_target: Path, tmp_path: Path) ->
     finally:
         stop.set()
         killer.join()
-    assert [cell.rate for cell in read_cells(tmp_path)] == [2.0, 40.0]
-    (failed,) = read_failed(tmp_path)
+    assert [cell.rate for cell in read_cells(tmp_path, session="this")] == [2.0, 40.0]
+    (failed,) = read_failed(tmp_path, session="this")
     assert failed.rate == 4.0
     assert "the server ended" in failed.reason or "not well after" in failed.reason
     assert (tmp_path / "000-ar" / "rate-4.partial").is_file(), "what had come is kept for whoever looks for the cause"

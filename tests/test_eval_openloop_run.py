@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -23,7 +24,9 @@ from eyas.eval.openloop.plan import LoadPlan
 from eyas.eval.openloop.records import LoadCell, read_cells, read_failed
 from eyas.eval.openloop.rows import open_loop_rows
 from eyas.eval.openloop.run import run_open_loop
-from eyas.eval.openloop.server import Command, ServedEngine, ServerFailed, serving
+from eyas.eval.openloop.server import Command, ServerFailed, serving
+from eyas.eval.serve_options import ServedEngine
+from eyas.heads.files import read_json
 from tests import openloop_records as made
 from tests import openloop_servers
 
@@ -51,6 +54,7 @@ def run(
         plan=plan,
         arms=list(arms),
         starts_per_arm=1,
+        wanted=20,
         slo_ttft_ms=5000.0,
         slo_tpot_ms=5000.0,
         environment=dict(os.environ),
@@ -58,7 +62,7 @@ def run(
         relay=relay,
         serve=serve,
     )
-    return read_cells(directory)
+    return read_cells(directory, session=made.SESSION)
 
 
 def until(what: Callable[[], bool], *, seconds: float = 60.0) -> None:
@@ -84,6 +88,8 @@ def test_a_well_server(tmp_path: Path) -> None:
     )
     plan = made.plan(requests=12, rates=(60.0, 200.0))
     cells = run(tmp_path, plan, "well", arms=arms, relay=lines.append)
+    told = read_json(tmp_path / "000-ar" / "server-0.json")["settings"]["machine"]
+    assert (told["vllm_version"], told["cpu"]) == ("0.32.0", "Some: Processor")
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["000-ar", "001-other", "plan.json"], "a server cannot be slowed down"
     assert len(lines) == len(cells) == 4
@@ -95,8 +101,9 @@ def test_a_well_server(tmp_path: Path) -> None:
             assert request.queue_seconds == 0.25
         assert cell.counters["generation_tokens"] == 12 * 6, "the warm-up is not counted"
         assert cell.samples[0].running == 2.0
-    row = open_loop_rows(tmp_path)[1]
-    assert (row["rate"], row["arm"], row["starts"], row["answered"]) == (60.0, "other", 1, 12)
+    row = open_loop_rows(tmp_path, session=made.SESSION)[1]
+    assert (row["rate"], row["arm"], row["starts"], row["answered"], row["void"]) == (60.0, "other", 1, 12, None)
+    assert (row["wanted"], row["prompts"]) == (20, 12)
     assert row["ratio_to_ar"]["ttft"]["ratio"] > 0
 
 
@@ -144,44 +151,64 @@ def test_each_broken_answer_is_a_failure_of_its_own(tmp_path: Path) -> None:
         else:
             assert reason is None
     assert all(request.t_finish is not None for request in cell.requests)
-    (row,) = open_loop_rows(tmp_path)
+    (row,) = open_loop_rows(tmp_path, session=made.SESSION)
     assert (row["requests"], row["answered"], sum(row["failures"].values())) == (12, 3, 9)
     assert row["goodput"]["share"] == pytest.approx(3 / 12)
 
 
 def test_a_request_that_takes_too_long_fails_alone(tmp_path: Path) -> None:
-    plan = made.plan(requests=3, rates=(100.0,), request_s=0.5)
-    (cell,) = run(tmp_path, plan, "hang")
-    assert {request.failure for request in cell.requests} == {"no complete answer within 0.5 s"}
-    assert [request.token_ids for request in cell.requests] == [[1]] * 3, "what had come is kept"
-    (row,) = open_loop_rows(tmp_path)
+    plan = made.plan(requests=3, rates=(100.0,), request_s=2.0, silence_s=1.9)
+    (cell,) = run(tmp_path, plan, "trickle")
+    assert {request.failure for request in cell.requests} == {"no complete answer within 2 s"}
+    assert all(request.n_out > 1 for request in cell.requests), "what had come is kept"
+    (row,) = open_loop_rows(tmp_path, session=made.SESSION)
     assert (row["ttft"], row["client"]["too_slow"], row["goodput"]["share"]) == (None, None, 0.0)
+
+
+@pytest.mark.parametrize("behaviour", ["hang", "keep_open"])
+def test_a_server_that_stops_answering_at_the_end_costs_its_cell(tmp_path: Path, behaviour: str) -> None:
+    """All requests have arrived, the server is healthy, and sends at most comments: so many failures are no result."""
+    plan = made.plan(requests=3, rates=(100.0,), request_s=20.0, silence_s=0.5)
+    assert run(tmp_path, plan, behaviour) == []
+    (failed,) = read_failed(tmp_path, session=made.SESSION)
+    assert "stopped answering" in failed.reason
+    kept = (tmp_path / "000-ar" / "rate-100.partial").read_text().splitlines()[1:]
+    assert [json.loads(line)["failure"] for line in kept] == ["given up with its cell"] * 3
+
+
+def test_a_prefix_cache_that_is_not_emptied_costs_the_cell(tmp_path: Path) -> None:
+    plan = made.plan(requests=1)
+    cached = replace(plan, engine=replace(plan.engine, prefix_caching=True))
+    assert len(run(tmp_path / "well", cached, "well")) == 1
+    assert run(tmp_path / "odd", cached, "odd") == []
+    (failed,) = read_failed(tmp_path / "odd", session=made.SESSION)
+    assert "did not empty its prefix cache" in failed.reason
 
 
 def test_a_server_that_stops_answering_costs_its_cell(tmp_path: Path) -> None:
     plan = made.plan(requests=4, rates=(50.0, 60.0, 70.0), silence_s=0.5)
     cells = run(tmp_path, plan, "hang_once", tmp_path / "memory")
     assert [cell.rate for cell in cells] == [60.0, 70.0], "the next rates get a fresh server"
-    (failed,) = read_failed(tmp_path)
+    (failed,) = read_failed(tmp_path, session=made.SESSION)
     assert (failed.arm, failed.rate) == ("ar", 50.0)
     assert "stopped answering" in failed.reason
-    assert [row["rate"] for row in open_loop_rows(tmp_path) if row["failed_cells"]] == [50.0]
+    assert [row["rate"] for row in open_loop_rows(tmp_path, session=made.SESSION) if row["failed_cells"]] == [50.0]
     kept = {cell.rate: cell for cell in cells}
     again = {cell.rate: cell for cell in run(tmp_path, plan, "well")}
     assert sorted(again) == [50.0, 60.0, 70.0]
     assert all(again[rate] == kept[rate] for rate in kept), "only what was lost is measured again"
-    assert not read_failed(tmp_path)
+    assert not read_failed(tmp_path, session=made.SESSION)
 
 
 def test_a_server_that_dies_costs_its_cell_and_a_hopeless_one_the_start(tmp_path: Path) -> None:
     plan = made.plan(requests=4, rates=(50.0, 60.0, 70.0))
     assert run(tmp_path, plan, "die") == []
-    failed = read_failed(tmp_path)
+    failed = read_failed(tmp_path, session=made.SESSION)
     assert [cell.reason for cell in failed] == [
         *["the server ended with exit code 7"] * 2,
         "not tried: 2 cells in a row were lost on fresh servers",
     ]
-    rows = open_loop_rows(tmp_path)
+    rows = open_loop_rows(tmp_path, session=made.SESSION)
     assert [(row["starts"], row["dataset"], len(row["failed_cells"])) for row in rows] == [(0, "heldout", 1)] * 3
 
 
@@ -196,7 +223,7 @@ def test_a_server_that_is_found_broken_before_a_cell_costs_none(tmp_path: Path) 
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:
     run(tmp_path, made.plan(rates=(1.0,)), "broken")
-    (failed,) = read_failed(tmp_path)
+    (failed,) = read_failed(tmp_path, session=made.SESSION)
     assert "exit code 3 before it was ready" in failed.reason
     assert "cannot load the model: no such file" in failed.log_tail[-1]
 
@@ -211,11 +238,11 @@ def test_another_plan_measures_again(tmp_path: Path) -> None:
 
 
 def test_few_connections_make_requests_wait_and_say_so(tmp_path: Path) -> None:
-    plan = replace(made.plan(requests=4, rates=(1000.0,), request_s=0.3), max_connections=1)
-    (cell,) = run(tmp_path, plan, "hang")
+    plan = replace(made.plan(requests=3, rates=(1000.0,), request_s=1.0, silence_s=0.95), max_connections=1)
+    (cell,) = run(tmp_path, plan, "trickle")
     waits = [(request.t_sent or 0.0) - request.t_released for request in cell.requests]
     for place, wait in enumerate(waits):
-        assert wait == pytest.approx(0.3 * place, abs=0.15)
+        assert wait == pytest.approx(place, abs=0.4)
 
 
 def test_a_lost_port_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,7 @@ def test_failed_starts_are_shown_and_counted(small: Path) -> None:
     assert results["starts"] == {"ar": 2, "k3": 1, "k1": 2}
     text = (small / "report.md").read_text()
     assert "MemoryError" in text
-    assert "**Warning:** 1 starts failed (k=3) and are in no figure; see section J." in text
+    assert "**Warning:** 1 starts failed (k=3); nothing of them is in any figure; see section J." in text
 
 
 def test_an_unforced_difference_voids_and_is_named(small: Path) -> None:

@@ -11,6 +11,9 @@ import pytest
 from eyas.eval import parts, schedule_phase
 from eyas.eval import results as results_module
 from eyas.eval import score as score_module
+from eyas.eval.budget import rest_words
+from eyas.eval.first_round import seconds_of_turns
+from eyas.eval.launch import is_finished
 from eyas.eval.plan import StartPlan
 from eyas.eval.records import read_starts
 from eyas.eval.score import score
@@ -50,7 +53,10 @@ class FakeLauncher:
         del line
 
     def run(self, plan: StartPlan, stem: Path) -> bool:
+        if is_finished(plan, stem):
+            return True
         self.plans.append(plan)
+        write_json(stem.with_suffix(".plan.json"), plan.to_json())
         if plan.arm in self.failing:
             failure = {"arm": plan.arm, "start": plan.start, "reason": "exit code 1", "kept_blocks": 0, "log_tail": []}
             write_json(stem.with_suffix(".failed.json"), failure)
@@ -105,7 +111,7 @@ LOAD = Load(
     max_tokens=64,
     fixed_length=False,
     requests_per_batch_slot=2,
-    min_requests=3,
+    min_requests=12,
 )
 REPEATS = Repeats(protocol="starts", starts_per_arm=3, blocks=1, budget_minutes=None)
 ENGINE = Engine(
@@ -127,14 +133,14 @@ NO_CHECKS = Checks(
 class Scored:
     """A score directory, what it was made with, and what the user was told."""
 
-    def __init__(self, tmp_path: Path, target: Path, *, heldout: int = 9) -> None:
+    def __init__(self, tmp_path: Path, target: Path, *, heldout: int = 14) -> None:
         self.directory = tmp_path / "score"
         self.directory.mkdir()
         self.said: list[str] = []
         self.subject = replace(SUBJECT, target_dir=target)
         path = tiny.write_conversation_file(tmp_path / "c.jsonl", heldout=heldout)
         self.sources = PromptSources(
-            heldout_path=path, heldout_turns="first", humaneval_requests=0, sets={}, template_options={}
+            heldout_path=path, heldout_turns="first", humaneval_requests=0, sets={}, mix=False, template_options={}
         )
 
     def run(self, *, load: Load = LOAD, repeats: Repeats = REPEATS, checks: Checks = NO_CHECKS, **subject: Any) -> Any:
@@ -189,7 +195,7 @@ def test_arms_differ_in_nothing_but_the_speculative_config(scored: Scored) -> No
 
 def test_cells_cover_datasets_temperatures_and_batch_sizes(scored: Scored, tmp_path: Path) -> None:
     (tmp_path / "own.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n{"prompt": "three"}\n')
-    own = PromptSet(path=tmp_path / "own.jsonl", turns="first", requests=None)
+    own = PromptSet(path=tmp_path / "own.jsonl", split="heldout", turns="first", requests=None)
     scored.sources = replace(scored.sources, sets={"own": own})
     results = scored.run(load=replace(LOAD, temperatures=(0.0, 1.0), top_p=0.9, top_k=50))
     found = {(row["dataset"], row["temperature"], row["batch_size"]) for row in results["cells"]}
@@ -198,7 +204,7 @@ def test_cells_cover_datasets_temperatures_and_batch_sizes(scored: Scored, tmp_p
         *(("own", temperature, 2) for temperature in (0.0, 1.0)),
     }
     assert {(cell.top_p, cell.top_k, cell.ignore_eos) for cell in FakeLauncher.plans[0].cells} == {(0.9, 50, False)}
-    assert "own T=0 batch 2: 3 prompts of 4 wanted; there are no more, and none is repeated" in scored.said
+    assert "own T=0 batch 2: 3 prompts of 12 wanted; there are no more, and none is repeated" in scored.said
     assert results["protocol"]["prompt_sets"]["own"]["prompts"] == 3
 
 
@@ -214,11 +220,11 @@ def test_too_few_prompts_are_used_once_said_and_judged_inconclusive(tmp_path: Pa
     )
     results = scored.run()
     protocol = results["protocol"]
-    assert [(row["requests"], row["wanted"]) for row in protocol["requests"]] == [(3, 3), (5, 8)]
-    assert any("5 prompts of 8 wanted" in line for line in scored.said)
+    assert [(row["requests"], row["wanted"]) for row in protocol["requests"]] == [(5, 12), (5, 12)]
+    assert any("5 prompts of 12 wanted" in line for line in scored.said)
     short = [row for row in results["cells"] if row["batch_size"] == 4]
     assert {row["verdict"] for row in short} == {"INCONCLUSIVE"}
-    assert all("5 prompts of the 8 this cell needs" in row["reason"] for row in short)
+    assert all("5 independent prompts of the 12 this cell needs" in row["reason"] for row in short)
 
 
 def test_a_budget_is_filled_with_starts_and_said(scored: Scored) -> None:
@@ -230,6 +236,66 @@ def test_a_budget_is_filled_with_starts_and_said(scored: Scored) -> None:
     assert results["protocol"]["plan"]["starts_per_arm"] == 5
 
 
+def test_starts_that_the_schedule_could_not_have_are_refused_before_the_grid(scored: Scored) -> None:
+    with pytest.raises(ValueError, match=r"set score\.starts_per_arm to 125 at most"):
+        scored.run(repeats=replace(REPEATS, starts_per_arm=150), schedule=True)
+    assert FakeLauncher.plans == []
+
+
+def test_a_budget_throws_no_finished_start_away(scored: Scored) -> None:
+    scored.run(repeats=replace(REPEATS, starts_per_arm=5))
+    results = scored.run(repeats=replace(REPEATS, budget_minutes=0.1))
+    assert results["starts"] == {"ar": 5, "k3": 5, "k1": 5}
+    assert FakeLauncher.plans == [], "nothing was measured again"
+
+
+def test_with_a_budget_the_user_hears_what_comes_on_top_of_it(scored: Scored) -> None:
+    checks = replace(NO_CHECKS, open_loop=replace(NO_CHECKS.open_loop, rates=(0.5, 1.0), requests=60))
+    plan = {"starts_per_arm": 4, "seconds_per_start": 30.0, "budget_minutes": 6.0}
+    words = rest_words(plan, heads=2, arms=3, schedule=True, checks=checks)
+    # 4 starts of AR, two heads and the schedule at half a minute; 4 starts of 3 arms, 60 requests at 0.5 and at 1 a second
+    assert words == (
+        "the budget is of the grid; on top of it come the schedule's own starts (up to 8 minutes), "
+        "the open loop (36 minutes of arrivals and the loading of servers)"
+    )
+    assert rest_words(plan, heads=2, arms=3, schedule=False, checks=NO_CHECKS) is None
+    assert rest_words(plan | {"budget_minutes": None}, heads=2, arms=3, schedule=True, checks=checks) is None
+    scored.run(repeats=replace(REPEATS, budget_minutes=7.5), schedule=True)
+    assert any("on top of it come the schedule's own starts" in line for line in scored.said)
+
+
+def test_the_seconds_of_a_pair_are_those_of_its_longer_engine(tmp_path: Path) -> None:
+    for number, (arm, beside, seconds) in enumerate([("ar", "k3", 50.0), ("k3", "ar", 30.0)]):
+        write_start(tmp_path, number, arm, [cell(1.0)], draft_length=0, protocol="side-by-side", beside=beside)
+        path = tmp_path / f"{number:03d}-{arm}.json"
+        write_json(path, read_json(path) | {"seconds": seconds})
+    assert seconds_of_turns(read_starts(tmp_path)) == [50.0]
+
+
+def test_parts_can_be_switched_on_and_off_and_the_grid_stands(scored: Scored, monkeypatch: pytest.MonkeyPatch) -> None:
+    def served(directory: Path, **_: Any) -> None:
+        directory.mkdir(exist_ok=True)
+
+    monkeypatch.setattr(parts, "run_lossless", served)
+    monkeypatch.setattr(parts, "run_open_loop", served)
+    scored.run()
+    checks = Checks(
+        lossless=replace(NO_CHECKS.lossless, requests=13),
+        time_split=True,
+        open_loop=replace(NO_CHECKS.open_loop, rates=(1.0,), requests=13),
+    )
+    scored.run(checks=checks, schedule=True)
+    assert {(plan.phase, plan.instrument) for plan in FakeLauncher.plans} == {("schedule", False), ("grid", True)}
+    assert {"instrument", "lossless", "open_loop", "schedule.json"} <= {
+        path.name for path in scored.directory.iterdir()
+    }
+    results = scored.run()
+    left = {path.name for path in scored.directory.iterdir()}
+    assert not left & {"instrument", "lossless", "open_loop", "schedule.json", "speculative_config.json"}
+    assert results["starts"] == {"ar": 3, "k3": 3, "k1": 3}
+    assert FakeLauncher.plans == []
+
+
 def test_a_budget_too_small_keeps_the_starts_that_a_verdict_needs(scored: Scored) -> None:
     assert scored.run(repeats=replace(REPEATS, budget_minutes=0.1))["starts"]["ar"] == 3
 
@@ -238,7 +304,8 @@ def test_the_schedule_is_measured_beside_fresh_starts(scored: Scored) -> None:
     results = scored.run(schedule=True)
     phases = [(start.arm, start.start) for start in read_starts(scored.directory / "starts") if start.phase != "grid"]
     assert phases[:3] == [("ar", 500), ("k3", 501), ("schedule", 502)]
-    assert results["starts"] == {"ar": 6, "k3": 6, "k1": 3, "schedule": 3}
+    assert results["starts"] == {"ar": 3, "k3": 3, "k1": 3, "schedule": 3}
+    assert results["schedule_starts"] == {"ar": 3, "k3": 3, "schedule": 3}
     assert results["schedule"]["ranges"] == [[1, 4, 3]]
     config = read_json(scored.directory / "speculative_config.json")
     assert config["num_speculative_tokens_per_batch_size"] == [[1, 4, 3]]
@@ -282,10 +349,22 @@ def test_parts_run_when_the_recipe_asks_for_them(scored: Scored, monkeypatch: py
     assert ran["lossless"]["directory"] == scored.directory / "lossless"
     assert (ran["lossless"]["requests"], ran["lossless"]["samples"]) == (5, 10)
     assert ran["open_loop"]["plan"].rates == [1.0, 2.0]
-    assert len(ran["open_loop"]["plan"].requests) == 5
+    assert len(ran["open_loop"]["plan"].requests) == ran["open_loop"]["wanted"] == 5
+    assert ran["open_loop"]["ready_timeout_s"] == ENGINE.timeout_s == ran["open_loop"]["plan"].patience.request_s
+    assert ran["open_loop"]["plan"].session == read_json(scored.directory / "session.json")["session"]
     instrumented = [plan for plan in FakeLauncher.plans if plan.instrument]
     assert [plan.arm for plan in instrumented] == ["ar", "k3", "k1"]
     assert {plan.blocks for plan in instrumented} == {parts.SPLIT_BLOCKS}
+
+
+def test_an_open_loop_that_would_sample_wrongly_is_refused_at_once(
+    scored: Scored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "on_cpu", lambda: True)
+    checks = replace(NO_CHECKS, open_loop=replace(NO_CHECKS.open_loop, rates=(1.0,)))
+    with pytest.raises(ValueError, match=r"add 0 to score\.temperatures"):
+        scored.run(checks=checks, load=replace(LOAD, temperatures=(1.0,)))
+    assert not FakeLauncher.plans
 
 
 def test_records_of_two_sessions_are_refused(scored: Scored) -> None:

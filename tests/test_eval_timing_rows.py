@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from eyas.eval.records import ArmFacts, CellKey, CellRecord, Cells, StepRecord
+from eyas.eval.report.sections.steps import steps_section
 from eyas.eval.timing.clock import ORDER
 from eyas.eval.timing.derive import check_split, derived_rows
 from eyas.eval.timing.rows import time_split_rows, timing_results
 from eyas.eval.timing.steps import step_time_rows
 from eyas.heads.files import write_json
+from tests.eval_records import SESSION
 from tests.served_steps import served, served_cell
 
 ARMS = {"ar": ArmFacts("ar", 0, None, False), "k3": ArmFacts("head", 3, {"num_speculative_tokens": 3}, False)}
@@ -128,20 +130,19 @@ def timed_cell(*, drafted: int, slower: float = 1.02, batch_size: int = 4) -> li
     return [place | {"num_requests": 8, "steps": outside, "timing": timing}]
 
 
-def write_split(directory: Path, number: int, arm: str, lines: list[dict[str, Any]]) -> None:
+def write_split(directory: Path, number: int, arm: str, lines: list[dict[str, Any]], *, session: str = SESSION) -> None:
     directory.mkdir(exist_ok=True)
     stem = directory / f"{number:03d}-{arm}"
     stem.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     facts = ARMS[arm]
-    write_json(
-        stem.with_suffix(".json"), {"arm": arm, "kind": facts.kind, "speculative_config": facts.speculative_config}
-    )
+    description = {"session": session, "arm": arm, "kind": facts.kind, "speculative_config": facts.speculative_config}
+    write_json(stem.with_suffix(".json"), description)
 
 
 def test_the_split_of_a_step_by_arm(tmp_path: Path) -> None:
     write_split(tmp_path, 0, "ar", timed_cell(drafted=0))
     write_split(tmp_path, 1, "k3", timed_cell(drafted=12))
-    plain, drafted = time_split_rows(tmp_path)
+    plain, drafted = time_split_rows(tmp_path, session=SESSION)
     assert plain["not_measured"] is None
     assert (drafted["arm"], drafted["kind"], drafted["draft_length"], drafted["steps"]) == ("k3", "head", 3, 22)
     assert plain["mean"] == pytest.approx(
@@ -170,7 +171,7 @@ def test_an_arm_is_held_against_ar_of_the_same_cell(tmp_path: Path) -> None:
         row["parts"]["verify"] *= 3
     write_split(tmp_path, 0, "ar", [*other, *timed_cell(drafted=0)])
     write_split(tmp_path, 1, "k3", timed_cell(drafted=12))
-    *_, drafted = time_split_rows(tmp_path)
+    *_, drafted = time_split_rows(tmp_path, session=SESSION)
     assert drafted["verify_over_ar_forward"] == pytest.approx(2)
 
 
@@ -179,38 +180,92 @@ def test_perturbation_is_told_with_its_uncertainty(tmp_path: Path) -> None:
     noise = [0.04, -0.04]
     cell[0]["steps"] = [[0.020 * (1 + noise[index // 4 % 2] * one), 4, 4, 0] for index, one in enumerate(ORDER * 16)]
     write_split(tmp_path, 0, "ar", cell)
-    (row,) = time_split_rows(tmp_path)
+    (row,) = time_split_rows(tmp_path, session=SESSION)
     low, high = row["perturbation_interval"]
     assert row["perturbation"] == pytest.approx(0, abs=1e-3)
     # sd of a four is 0.0413, of 16 of them 0.0103.
     assert (low, high) == pytest.approx((-0.0208, 0.0196), abs=1e-3)
+    assert row["undisturbed"] is True
+
+
+@pytest.mark.parametrize(("slower", "noise", "undisturbed"), [(1.02, 0.0, True), (1.05, 0.0, False), (1.0, 0.1, None)])
+def test_a_perturbation_is_judged(tmp_path: Path, slower: float, noise: float, undisturbed: bool | None) -> None:
+    """2 % is allowed, 5 % is not, and with fours that scatter by 10 % nothing is known to 3 %."""
+    cell = timed_cell(drafted=0)
+    factors = [slower * (1 + noise * (1, -1)[index // 4 % 2]) if one else 1 for index, one in enumerate(ORDER * 16)]
+    cell[0]["steps"] = [[0.020 * factor, 4, 4, 0] for factor in factors]
+    write_split(tmp_path, 0, "ar", cell)
+    (row,) = time_split_rows(tmp_path, session=SESSION)
+    assert row["undisturbed"] is undisturbed
 
 
 def test_too_few_fours_tell_nothing_about_perturbation(tmp_path: Path) -> None:
     cell = timed_cell(drafted=0)
     cell[0]["steps"] = cell[0]["steps"][:16]
     write_split(tmp_path, 0, "ar", cell)
-    (row,) = time_split_rows(tmp_path)
+    (row,) = time_split_rows(tmp_path, session=SESSION)
     assert row["perturbation_fours"] == 3
     assert row["perturbation"] is None
     assert row["perturbation_interval"] is None
+    assert row["undisturbed"] is None
 
 
 def test_the_split_is_checked_against_step_times(tmp_path: Path) -> None:
     write_split(tmp_path, 0, "ar", timed_cell(drafted=0))
     write_split(tmp_path, 1, "k3", timed_cell(drafted=12))
     derived = derived_rows(times({4: 0.010, 16: 0.012}, {4: 0.019}))
-    (row,) = check_split(time_split_rows(tmp_path), derived)
+    (row,) = check_split(time_split_rows(tmp_path, session=SESSION), derived)
     assert row["extra_by_part"] == pytest.approx({"draft": 4e-3, "verify": 6e-3, "sample": 0, "overhead": 0}, abs=1e-5)
     assert row["extra_split"] == pytest.approx(10e-3, rel=1e-3)
     assert row["extra_derived"] == pytest.approx(9e-3)
     assert row["difference_share"] == pytest.approx(1 / 19, rel=1e-2)
     assert row["verify_over_proxy"] == pytest.approx(16 / 12, rel=1e-2)
+    assert row["agrees"] is True
+
+
+def test_parts_that_do_not_add_up_to_the_step_are_reported(tmp_path: Path) -> None:
+    """The parts say 10 ms more than AR, the uninstrumented starts 6 ms: a quarter of the step of 16 ms is missing."""
+    write_split(tmp_path, 0, "ar", timed_cell(drafted=0, slower=1.05))
+    write_split(tmp_path, 1, "k3", timed_cell(drafted=12, slower=1.05))
+    split = time_split_rows(tmp_path, session=SESSION)
+    derived = derived_rows(times({4: 0.010}, {4: 0.016}))
+    check = check_split(split, derived)
+    assert check[0]["difference_share"] == pytest.approx(4 / 16, rel=1e-2)
+    assert check[0]["agrees"] is False
+    named = {name: {"kind": facts.kind, "draft_length": facts.draft_length} for name, facts in ARMS.items()}
+    results = {
+        "arms": named,
+        "time_split": split,
+        "time_derived": derived,
+        "time_check": check,
+        "time_not_measured": [],
+    }
+    _, parts, _, agreement, _ = steps_section(results).parts
+    assert "In 1 of 1 cells the parts do not add up" in agreement.alerts[0]
+    assert agreement.tables[0].marks == [["slower"] * len(agreement.tables[0].columns)]
+    assert "by more than 3 %, beyond chance, in 2 of 2 rows" in parts.alerts[0]
+
+
+def test_the_schedule_has_no_step_time_beside_the_grid() -> None:
+    """It ran later: held against the AR of the grid its seconds would say nothing."""
+    arms = ARMS | {"schedule": ArmFacts("schedule", 3, {"num_speculative_tokens": 3}, False)}
+    starts = [[block(steps_of(0.03))]]
+    cells: Cells = {key(4): dict.fromkeys(arms, starts)}
+    rows = step_time_rows(cells, arms)
+    assert [row["arm"] for row in rows] == ["ar", "k3"]
+    assert [row["arm"] for row in derived_rows(rows)] == ["k3"]
+
+
+def test_instrumented_starts_of_another_session_are_refused(tmp_path: Path) -> None:
+    write_split(tmp_path, 0, "ar", timed_cell(drafted=0))
+    write_split(tmp_path, 1, "k3", timed_cell(drafted=12), session="another")
+    with pytest.raises(ValueError, match=r"001-k3\.jsonl is of session another, the score of session-0; move it away"):
+        timing_results(tmp_path, {}, ARMS, session=SESSION)
 
 
 def test_a_session_without_a_split_says_so(tmp_path: Path) -> None:
     cells: Cells = {key(4): {"ar": [[block(steps_of(0.03))]]}}
-    results = timing_results(tmp_path / "instrument", cells, ARMS)
+    results = timing_results(tmp_path / "instrument", cells, ARMS, session=SESSION)
     assert results["time_split"] == results["time_derived"] == results["time_check"] == []
     assert results["time_not_measured"] == ["not measured: no instrumented start ran (score.time_split)"]
     assert len(results["step_times"]) == 1
@@ -223,7 +278,7 @@ def test_an_unknown_engine_and_a_failed_start_cost_their_arms_only(tmp_path: Pat
     write_split(tmp_path, 0, "ar", timed_cell(drafted=0))
     write_split(tmp_path, 1, "k3", refused)
     write_json(tmp_path / "002-k1.failed.json", {"arm": "k1", "start": 2, "reason": "exit code 1", "log_tail": []})
-    results = timing_results(tmp_path, {}, ARMS)
+    results = timing_results(tmp_path, {}, ARMS, session=SESSION)
     assert [row["arm"] for row in results["time_split"]] == ["ar"]
     assert results["time_not_measured"] == [
         "not measured: k1: the start failed: exit code 1",
@@ -233,7 +288,7 @@ def test_an_unknown_engine_and_a_failed_start_cost_their_arms_only(tmp_path: Pat
 
 def test_too_few_timed_steps_are_no_split(tmp_path: Path) -> None:
     write_split(tmp_path, 0, "ar", timed_cell(drafted=0, batch_size=64))
-    (row,) = time_split_rows(tmp_path)
+    (row,) = time_split_rows(tmp_path, session=SESSION)
     assert row["not_measured"] == "0 pure decode steps with 8 requests running were timed; at least 5 are needed"
 
 
@@ -242,4 +297,4 @@ def test_a_broken_record_is_named(tmp_path: Path) -> None:
     with (tmp_path / "000-ar.jsonl").open("a") as lines:
         lines.write("{not json\n")
     with pytest.raises(ValueError, match=r"000-ar\.jsonl, line 2, is not a record"):
-        time_split_rows(tmp_path)
+        time_split_rows(tmp_path, session=SESSION)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eyas.heads.files import read_json, write_text
+from eyas.heads.files import read_json, write_json, write_text
 from eyas.recipes import feature_stage, score_stage
 from eyas.recipes.generation_stages import regenerate_stage
 from eyas.recipes.join import join_extraction
@@ -105,10 +105,11 @@ def test_the_report_follows_counts_that_changed_without_the_data(
     write_text(score_dir / "manifest.json", '{"files": {}}')
     context = read_json(score_dir / "context.json")
     run = Run(recipe=recipe, run_dir=tmp_path / "run", target_dir=tmp_path, target_fingerprint="t")
-    monkeypatch.setattr(score_stage, "score_context", lambda _run: context)
+    monkeypatch.setattr(score_stage, "score_context", lambda _run, _head_dir: context)
     score_stage._refresh_report(run, score_dir)
     assert not (score_dir / "report.md").exists(), "nothing changed"
+    write_json(score_dir / "context.json", context | {"command": ["eyas", "score"]})
     context["data"] = [{"source": "another", "licence": "MIT"}]
     score_stage._refresh_report(run, score_dir)
     assert "another" in (score_dir / "report.md").read_text()
-    assert read_json(score_dir / "context.json") == context
+    assert read_json(score_dir / "context.json") == context | {"command": ["eyas", "score"]}, "what measured stays"

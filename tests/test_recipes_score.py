@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from eyas.heads.files import read_json, write_json
+from eyas.heads.config import HeadConfig
+from eyas.heads.files import read_json, write_json, write_text
+from eyas.recipes import score_stage
 from eyas.recipes.load import load_recipe
 from eyas.recipes.run import Run, stage_names
 from eyas.recipes.schema_score import Score
-from eyas.recipes.score_settings import load_of, repeats_of, resolved_arm, template_options
-from eyas.recipes.score_stage import adopt_starts, score_inputs, score_settings, scored_head
+from eyas.recipes.score_continue import adopt_starts
+from eyas.recipes.score_settings import engine_of, load_of, repeats_of, resolved_arm, template_options
+from eyas.recipes.score_stage import score_inputs, score_settings, scored_head
+from eyas.recipes.stage import Stage, run_stage
 
 QUICKSTART = "smollm2-135m-eagle3-cpu"
 
@@ -39,6 +44,8 @@ QUICKSTART = "smollm2-135m-eagle3-cpu"
         ({"arms": {"slow": {"slowed_by": True}}}, "arms.slow.slowed_by: is a share"),
         ({"prompt_sets": {"heldout": {"path": "p"}}}, "prompt_sets.heldout: choose a name"),
         ({"prompt_sets": {"a/b": {"path": "p"}}}, "prompt_sets.a/b: choose a name"),
+        ({"prompt_sets": {"mix": {"path": "p"}}}, "prompt_sets.mix: choose a name"),
+        ({"mix": True, "humaneval_requests": 0}, "mix: is drawn from several sets"),
         ({"max_tokens": 1024}, "max_tokens 1024 leaves no room"),
         ({"lossless": {"max_tokens": 2000}}, "lossless.max_tokens 2000 leaves no room"),
         ({"top_p": 0.0}, "greater than 0"),
@@ -86,13 +93,11 @@ def test_without_draft_lengths_nothing_is_trained_and_no_head_measured(tmp_path:
 def test_a_head_for_another_target_is_refused_before_an_engine_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from eyas.recipes import score_stage
-
-    def wrong_target(*_: Any, **__: Any) -> str:
+    def wrong_target(*_: Any, **__: Any) -> HeadConfig:
         raise ValueError("head cannot be served: hidden_size 64 is not the target's 576")
 
     ran: list[str] = []
-    monkeypatch.setattr(score_stage, "servable_kind", wrong_target)
+    monkeypatch.setattr(score_stage, "servable_head", wrong_target)
     monkeypatch.setattr("eyas.eval.score.score", lambda *_, **__: ran.append("score"))
     monkeypatch.setattr(score_stage, "score_inputs", lambda *_: {})
     stage = score_stage.score_stage(run_of(tmp_path))
@@ -162,6 +167,62 @@ def test_a_session_of_other_settings_or_inputs_begins_anew(tmp_path: Path, chang
     read = inputs | ({"head": "other"} if change == "inputs" else {})
     adopt_starts(finished, tmp_path / "new", settings=asked, inputs=read)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"budget_minutes": 60},
+        {"lossless": {"requests": 0}},
+        {"open_loop": {"rates": [1.0], "slo_ttft_ms": 500.0}},
+        {"time_split": False},
+        {"schedule": True},
+    ],
+)
+def test_other_parts_beside_the_grid_keep_its_starts(tmp_path: Path, change: dict[str, Any]) -> None:
+    settings = {"starts_per_arm": 3, "seed": 0, "open_loop": {"rates": []}, "lossless": {"requests": 8}}
+    finished = finished_session(tmp_path / "score", settings=settings, inputs={})
+    adopt_starts(finished, tmp_path / "new", settings=settings | change, inputs={})
+    assert (tmp_path / "new" / "starts" / "000-ar.json").is_file()
+
+
+def test_an_interrupted_session_goes_on_with_another_number_of_starts(tmp_path: Path) -> None:
+    """`eyas score R`, Ctrl-C after hours, `eyas score R --repeats 5`: the finished starts stay."""
+    measured: list[set[str]] = []
+
+    def stage_of(run: Run, *, interrupted: bool) -> Stage:
+        stage = score_stage.score_stage(run)
+
+        def body(out_dir: Path) -> dict[str, Any]:
+            measured.append({path.name for path in out_dir.glob("starts/*.jsonl")})
+            write_text(out_dir / "starts" / f"{len(measured)}.jsonl", "hours of work")
+            if interrupted:
+                raise KeyboardInterrupt
+            return {}
+
+        return replace(stage, body=body)
+
+    def run_with(*overrides: str) -> Run:
+        run = run_of(tmp_path, "score.draft_lengths=[]", "score.arms={c: {}}", *overrides)
+        write_text(run.conversations, "")
+        return run
+
+    with pytest.raises(KeyboardInterrupt):
+        run_stage(stage_of(run_with(), interrupted=True), run_dir=tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        longer = run_with("score.starts_per_arm=5", "score.open_loop.rates=[1]")
+        run_stage(stage_of(longer, interrupted=True), run_dir=tmp_path / "run")
+    with pytest.raises(ValueError, match=r"unfinished score-without-head stage of other settings: .*max_tokens"):
+        run_stage(stage_of(run_with("score.max_tokens=7"), interrupted=False), run_dir=tmp_path / "run")
+    assert run_stage(stage_of(run_with("score.starts_per_arm=5"), interrupted=False), run_dir=tmp_path / "run")
+    assert measured == [set(), {"1.jsonl"}, {"1.jsonl", "2.jsonl"}]
+
+
+def test_engine_settings_of_gpus(tmp_path: Path) -> None:
+    engine = engine_of(run_of(tmp_path).recipe.score)
+    assert (engine.tensor_parallel_size, engine.gpu_memory_utilization) == (1, None)
+    given = run_of(tmp_path, "score.tensor_parallel_size=2", "score.gpu_memory_utilization=0.8").recipe.score
+    assert (engine_of(given).tensor_parallel_size, engine_of(given).gpu_memory_utilization) == (2, 0.8)
 
 
 def test_a_begun_session_is_not_mixed_with_a_finished_one(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from eyas.heads.files import write_json
+from eyas.recipes.disk import require_free_bytes
 from eyas.recipes.provenance import git_state, versions
 from eyas.recipes.stage import (
     MANIFEST,
@@ -21,7 +22,6 @@ from eyas.recipes.stage import (
     output_fingerprint,
     read_manifest,
     refresh_files,
-    require_free_bytes,
     run_lock,
     run_stage,
     stage_status,
@@ -254,3 +254,29 @@ def test_an_unfinished_stage_that_is_precious_is_not_thrown_away(tmp_path: Path)
         run_stage(other, run_dir=tmp_path)
     assert (tmp_path / "prepare.partial" / "checkpoints").is_dir()
     assert run_stage(replace(make(), precious="checkpoints"), run_dir=tmp_path)
+
+
+def test_an_unfinished_stage_of_other_settings_is_continued_where_the_stage_goes_on_from_it(tmp_path: Path) -> None:
+    def interrupted(work_dir: Path) -> dict[str, Any]:
+        (work_dir / "starts").mkdir()
+        (work_dir / "starts" / "one.jsonl").write_text("hours of work")
+        raise KeyboardInterrupt
+
+    seen: list[dict[str, Any]] = []
+
+    def continues(*, earlier_settings: dict[str, Any], earlier_inputs: dict[str, str]) -> bool:
+        seen.append({"settings": earlier_settings, "inputs": earlier_inputs})
+        return True
+
+    def body(work_dir: Path) -> dict[str, Any]:
+        return {"found": (work_dir / "starts" / "one.jsonl").read_text()}
+
+    first = make(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_stage(first, run_dir=tmp_path)
+    longer = replace(make(body, setting=7), continues=continues, precious="starts/*.jsonl")
+    assert run_stage(longer, run_dir=tmp_path)
+    assert seen == [{"settings": first.settings, "inputs": first.inputs}]
+    manifest = read_manifest(tmp_path / "prepare")
+    assert manifest["counts"] == {"found": "hours of work"}
+    assert (manifest["resumed"], manifest["settings"]) == (True, longer.settings)

@@ -3,6 +3,9 @@
 A step belongs to the bucket of the output position at which it began. Later buckets hold only longer answers, so that a
 fall from bucket to bucket may be one of texts and not of positions; therefore each row also gives tau over the requests that
 reach the last bucket, which is the same set of texts in every bucket.
+
+Counts are those that the engine accepted, behind the end of the answer too: there a step can receive one token only, and
+tau of received ones would fall to 1 whatever the head does.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from eyas.eval.acceptance.intervals import cluster_of, ratio_interval
+from eyas.eval.acceptance.intervals import tau_interval
 from eyas.eval.acceptance.steps import accepted_counts, drafted_counts, step_positions
 from eyas.eval.records import RequestRecord
 
@@ -51,7 +54,7 @@ def position_rows(requests: Sequence[RequestRecord], *, edges: Sequence[int]) ->
     Args:
         requests: served by one arm. edges: first positions of the buckets, ascending from 0.
     """
-    placed = [(cluster_of(request), placed_steps(request)) for request in requests]
+    placed = [(request.unit, placed_steps(request)) for request in requests]
     rows = []
     for begin, end in zip(edges, [*edges[1:], None], strict=True):
         inside = [(owner, _between(steps, begin, end)) for owner, steps in placed]
@@ -63,15 +66,18 @@ def position_rows(requests: Sequence[RequestRecord], *, edges: Sequence[int]) ->
 
 def _bucket_facts(inside: list[tuple[str, list[PlacedStep]]]) -> dict[str, Any]:
     steps = [step for _, own in inside for step in own]
-    taken = np.array([sum(step.accepted for step in own) for _, own in inside], dtype=float)
-    counts = np.array([len(own) for _, own in inside], dtype=float)
-    interval = ratio_interval(taken, counts, clusters=[owner for owner, _ in inside])
+    interval = tau_interval(
+        [sum(step.accepted for step in own) for _, own in inside],
+        [len(own) for _, own in inside],
+        units=[owner for owner, _ in inside],
+        longest=max(step.drafted for step in steps),
+    )
     drafted = sum(step.drafted for step in steps)
     return {
         "requests": len(inside),
         "steps": len(steps),
         "tau": _tau(steps),
-        "interval": None if interval is None else [1 + bound for bound in interval],
+        "interval": interval,
         "draft_acceptance_rate": sum(step.accepted for step in steps) / drafted if drafted else None,
         "first_position_rate": float(np.mean([step.accepted >= 1 for step in steps])),
     }

@@ -2,7 +2,10 @@
 
 Every function takes one list of counts per request, one count per step that verified at least one drafted token.
 tau is the mean number of tokens per such step, the target's own (bonus) token included. Two estimators are in use
-and can differ by a quarter, because long answers are often the badly accepted ones; both are computed.
+and can differ by a quarter, because long answers are often the badly accepted ones; both are computed. Counts are of
+tokens that the engine accepted, or of those *received*: without what it accepted behind the end of the answer (steps.py).
+Speed and an offline walk over the answer know the received ones; how good the head is at a position of chain or answer, the
+accepted ones, since a chain that the answer's end cut short is no miss.
 
 *marginal* rate of position i: share of all steps that accept at least i drafted tokens, so that tau is 1 plus their
 sum. *conditional* rate: the same among steps that accepted i - 1 and drafted an i-th token. Where every step drafts k
@@ -71,29 +74,36 @@ def product_limit_rates(conditional: Sequence[float | None]) -> list[float | Non
     return rates
 
 
-def wasted_tokens(accepted: Counts, drafted: Counts) -> dict[str, float] | None:
-    """Tokens that the target verified for nothing: drafted and not accepted; None without steps.
+def tau_at_shorter_chains(received: Counts, *, draft_length: int) -> list[float]:
+    """tau if every chain had been cut to 1, 2, ... `draft_length` tokens; empty without steps."""
+    steps = _flat(received)
+    if not steps.size:
+        return []
+    return [1 + float(np.mean(np.minimum(steps, length))) for length in range(1, draft_length + 1)]
+
+
+def wasted_tokens(received: Counts, drafted: Counts) -> dict[str, float] | None:
+    """Tokens that the target verified for nothing: drafted and not received; None without steps.
 
     A step of k drafted tokens verifies k + 1 positions, of which tau bring a token.
 
     Returns:
         verified: mean positions verified a step (k + 1). wasted: mean of k - (tau - 1). share: of the verified positions.
     """
-    taken, offered = _flat(accepted), _flat(drafted)
+    taken, offered = _flat(received), _flat(drafted)
     if not taken.size:
         return None
     wasted, verified = float(np.mean(offered - taken)), float(np.mean(offered + 1))
     return {"verified": verified, "wasted": wasted, "share": wasted / verified}
 
 
-def by_drafted_length(accepted: Counts, drafted: Counts) -> list[dict[str, Any]]:
-    """Steps, tau and acceptance rate by the number of tokens a step drafted: one row where k is fixed."""
-    taken, offered = _flat(accepted), _flat(drafted)
+def by_drafted_length(received: Counts, drafted: Counts) -> list[dict[str, Any]]:
+    """Steps and tau by the number of tokens a step drafted: one row where k is fixed."""
+    taken, offered = _flat(received), _flat(drafted)
     rows = []
     for length in sorted(set(offered.tolist())):
         chosen = taken[offered == length]
-        row = {"drafted": length, "steps": int(chosen.size), "tau": 1 + float(np.mean(chosen))}
-        rows.append(row | {"draft_acceptance_rate": float(np.mean(chosen)) / length if length else None})
+        rows.append({"drafted": length, "steps": int(chosen.size), "tau": 1 + float(np.mean(chosen))})
     return rows
 
 

@@ -9,8 +9,8 @@ from eyas.eval.acceptance.intervals import tau_intervals
 from eyas.eval.acceptance.positions import bucket_edges, position_rows
 from eyas.eval.acceptance.rates import tau_request_mean, tau_step_weighted, wasted_tokens
 from eyas.eval.acceptance.reconcile import passes, reconcile, reconcile_counters
-from eyas.eval.acceptance.steps import accepted_counts, decode_steps, drafted_counts
-from eyas.eval.acceptance.summary import acceptance_summary
+from eyas.eval.acceptance.steps import accepted_counts, decode_steps, drafted_counts, received_counts
+from eyas.eval.acceptance.summary import acceptance_summary, tokens_per_decode_step
 from eyas.eval.records import ArmFacts, Blocks, CellKey, Cells, RequestRecord
 
 Group = tuple[CellKey, str, list[Blocks]]
@@ -57,26 +57,49 @@ def acceptance_rows(
 
 
 def acceptance_cell_rows(cells: Cells, arms: Mapping[str, ArmFacts]) -> list[dict[str, Any]]:
-    """The few figures about acceptance that the cost model needs, for every cell and arm that drafts."""
+    """The few figures about acceptance that stand beside a speed, for every cell and arm that drafts.
+
+    Cells of other batch sizes may serve more prompts, so that tau moves with the batch size though the head does not: the
+    keys with `common` are over the prompts that all batch sizes of the dataset and temperature share.
+    """
+    common = _common_prompts(cells)
     rows = []
     for key, arm, starts in _drafting(cells, arms):
         requests = _requests(starts)
-        accepted = [accepted_counts(request) for request in requests]
-        drafted = [drafted_counts(request) for request in requests]
-        decoded = sum(decode_steps(request) for request in requests)
-        tokens = sum(sum(request.chunk_sizes[1:]) for request in requests)
+        shared = [request for request in requests if request.prompt_id in common[key.dataset, key.temperature]]
         row = {
             "requests": len(requests),
-            "steps": sum(map(len, accepted)),
-            "decode_steps": decoded,
-            "tau_step_weighted": tau_step_weighted(accepted),
-            "tau_step_weighted_interval": tau_intervals(requests)["step_weighted"],
-            "tau_request_mean": tau_request_mean(accepted),
-            "tau_all_steps": tokens / decoded if decoded else None,
-            "wasted": wasted_tokens(accepted, drafted),
+            "prompts": len({request.prompt_id for request in requests}),
+            "steps": sum(len(drafted_counts(request)) for request in requests),
+            "decode_steps": sum(decode_steps(request) for request in requests),
+            "tau": _tau(requests),
+            "tau_interval": tau_intervals(requests)["step_weighted"],
+            "tau_all_steps": tokens_per_decode_step(requests),
+            "tau_request_mean": tau_request_mean([received_counts(request) for request in requests]),
+            "tau_engine": tau_step_weighted([accepted_counts(request) for request in requests]),
+            "common_prompts": len({request.prompt_id for request in shared}),
+            "tau_common": _tau(shared),
+            "tau_common_interval": tau_intervals(shared)["step_weighted"],
+            "tau_all_steps_common": tokens_per_decode_step(shared),
+            "wasted": wasted_tokens(
+                [received_counts(request) for request in requests], [drafted_counts(request) for request in requests]
+            ),
         }
         rows.append(_place(key, arm, arms[arm]) | row)
     return rows
+
+
+def _common_prompts(cells: Cells) -> dict[tuple[str, float], set[str]]:
+    """(dataset, temperature) -> the prompts that its cells of every batch size serve."""
+    common: dict[tuple[str, float], set[str]] = {}
+    for key, by_arm in cells.items():
+        served = {request.prompt_id for starts in by_arm.values() for request in starts[0][0].requests}
+        common[key.dataset, key.temperature] = common.get((key.dataset, key.temperature), served) & served
+    return common
+
+
+def _tau(requests: Sequence[RequestRecord]) -> float | None:
+    return tau_step_weighted([received_counts(request) for request in requests])
 
 
 def acceptance_position_rows(cells: Cells, arms: Mapping[str, ArmFacts]) -> list[dict[str, Any]]:

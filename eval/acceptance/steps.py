@@ -21,6 +21,22 @@ def accepted_counts(request: RequestRecord) -> list[int]:
     return request.per_step_accepted or []
 
 
+def received_counts(request: RequestRecord) -> list[int]:
+    """Tokens beyond one that each drafted step brought to the answer: the last step's without those behind its end."""
+    accepted, cut = accepted_counts(request), cut_at_end(request)
+    return [*accepted[:-1], accepted[-1] - cut] if cut else accepted
+
+
+def accepted_in_answer(request: RequestRecord) -> list[int]:
+    """Drafted tokens of each step that stand in the answer, as a walk over the answer counts them.
+
+    One more than was received in a last step that the end cut within its drafts: its own token, the last one, is the
+    first to go.
+    """
+    accepted, cut = accepted_counts(request), cut_at_end(request)
+    return [*accepted[:-1], accepted[-1] - cut + 1] if cut else accepted
+
+
 def drafted_counts(request: RequestRecord) -> list[int]:
     """Drafted tokens of each drafted step; empty where nothing was drafted."""
     return request.per_step_drafted or []

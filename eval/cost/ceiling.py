@@ -161,6 +161,8 @@ def ceiling_plan(
         cells=cells,
         session=open_session(out_dir),
         prefix_caching=engine.prefix_caching,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
     )
 
 

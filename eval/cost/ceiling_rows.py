@@ -72,9 +72,9 @@ def ceiling_results(starts: Sequence[StartRecord], *, context: Mapping[str, Any]
             name: {"name": reference.name, "taus": {str(k): reference.tau(k) for k in pairs}, "source": SOURCE}
             for name, reference in REFERENCES.items()
         },
-        "up_to": {
-            "ceiling": _up_to(rows, "best_case", least=1.0),
-            **{name: _up_to(rows, name, least=WORTH) for name in REFERENCES},
+        "reach": {
+            "best_case": _reach(rows, "best_case", least=1.0),
+            **{name: _reach(rows, name, least=WORTH) for name in REFERENCES},
         },
         "worth": WORTH,
         "validated": _validated(rows),
@@ -134,12 +134,15 @@ def _rows(
 
 def _needed(tau_min: float, *, interval: list[float] | None, draft_length: int) -> dict[str, Any]:
     """What a head must reach, and what it would earn: in the best case, and as published heads accept."""
+    taus = {"best_case": draft_length + 1.0} | {name: each.tau(draft_length) for name, each in REFERENCES.items()}
     return {
         "tau_min": tau_min,
         "tau_min_interval": interval,
         "needed_share": (tau_min - 1) / draft_length,
-        "best_case": (draft_length + 1) / tau_min,
-        **{name: reference.tau(draft_length) / tau_min for name, reference in REFERENCES.items()},
+        **{name: tau / tau_min for name, tau in taus.items()},
+        "intervals": {
+            name: None if interval is None else [tau / interval[1], tau / interval[0]] for name, tau in taus.items()
+        },
     }
 
 
@@ -158,20 +161,28 @@ def _agreement(seconds: Sequence[float], *, spread: float) -> dict[str, Any]:
     return {"lengths_differ_by": apart, "lengths_may_differ_by": allowed, "lengths_agree": abs(apart) <= allowed}
 
 
-def _up_to(rows: Sequence[Mapping[str, Any]], name: str, *, least: float) -> dict[str, Any] | None:
-    """The largest batch size up to which some draft length gives at least this speedup at every measured size, and the
-    best speedup there is; None when it does not even at the smallest."""
-    last, best = None, None
-    for _, group in itertools.groupby(rows, key=lambda row: row["batch_size"]):
-        row = max(group, key=lambda row: row[name])
-        if row[name] < least:
-            break
-        last = row
-        best = row if best is None or row[name] > best[name] else best
-    if last is None or best is None:
-        return None
-    found = {"batch_size": last["batch_size"], "best_speedup": best[name]}
-    return found | {"best_batch_size": best["batch_size"], "best_draft_length": best["draft_length"]}
+def _reach(rows: Sequence[Mapping[str, Any]], name: str, *, least: float) -> list[dict[str, Any]]:
+    """Per batch size: is there a draft length at which the speedup of `name` is at least `least`?
+
+    "yes" when one has it at the bad end of its interval, "no" when none has it at the good end, "not settled" between.
+    Beside it stands the fastest draft length, of those that settle a "yes". Without intervals the values are taken as
+    they are; the words say so.
+    """
+    found = []
+    for size, group in itertools.groupby(rows, key=lambda row: row["batch_size"]):
+        lengths = list(group)
+        sure = [row for row in lengths if _ends(row, name)[0] >= least]
+        possible = any(_ends(row, name)[1] >= least for row in lengths)
+        shown = max(sure or lengths, key=lambda row: row[name])
+        outcome = "yes" if sure else "not settled" if possible else "no"
+        place = {"batch_size": size, "outcome": outcome, "draft_length": shown["draft_length"]}
+        found.append(place | {"speedup": shown[name], "interval": shown["intervals"][name]})
+    return found
+
+
+def _ends(row: Mapping[str, Any], name: str) -> tuple[float, float]:
+    interval = row["intervals"][name]
+    return (row[name], row[name]) if interval is None else (interval[0], interval[1])
 
 
 def _validated(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eyas.eval.cost.ceiling_rows import REFERENCES
@@ -15,7 +15,8 @@ def ceiling_sentences(results: Mapping[str, Any]) -> list[str]:
         *_doubt(results),
         _answer(results),
         *_good_head(results),
-        _limit(results),
+        *_open_sizes(results),
+        *_limit(results),
         _validation(results),
         "Decode steps only: reading prompts gains nothing from a head, so throughput gains less than is said here.",
     ]
@@ -41,51 +42,100 @@ def _doubt(results: Mapping[str, Any]) -> list[str]:
 
 
 def _answer(results: Mapping[str, Any]) -> str:
-    modest, good = results["up_to"]["modest"], results["up_to"]["good"]
-    if modest is not None:
+    for name, start in (("modest", "A head is"), ("good", "Only a very good head is")):
+        best = _best(results["reach"][name], "yes")
+        if best is not None:
+            return (
+                f"{start} worth training here {_where(results, name)}: one that accepts as the published "
+                f"{_reference(results, name, best)} would decode {_speedup(best)} as fast as plain decoding {_place(best)}."
+            )
+    best = _best(results["reach"]["good"], "not settled")
+    if best is not None:
         return (
-            f"A head is worth training here for up to {_concurrent(modest)}: "
-            f"one that accepts as the published {_reference(results, 'modest', modest)} would decode "
-            f"{modest['best_speedup']:.2f}x as fast as plain decoding {_place(modest)}."
-        )
-    if good is not None:
-        return (
-            f"Only a very good head is worth training here, for up to {_concurrent(good)}: "
-            f"one that accepts as the published {_reference(results, 'good', good)} would decode "
-            f"{good['best_speedup']:.2f}x as fast as plain decoding {_place(good)}."
+            f"NOT SETTLED whether a head is worth training here: one that accepts as the published "
+            f"{_reference(results, 'good', best)} would decode {_speedup(best)} as fast as plain decoding {_place(best)}, and "
+            f"{results['worth']:.2f}x is what makes it worth the training; more starts (--starts) would tell."
         )
     return (
         "A head is not worth training here: even one that accepts as the best published heads "
-        f"({REFERENCES['good'].name}) would not decode {results['worth']:.2f}x as fast as plain decoding at the smallest "
-        "measured batch size."
+        f"({REFERENCES['good'].name}) would not decode {results['worth']:.2f}x as fast as plain decoding at any measured "
+        "batch size."
     )
 
 
 def _good_head(results: Mapping[str, Any]) -> list[str]:
     """What a better head adds, where a modest one is worth it already."""
-    modest, good = results["up_to"]["modest"], results["up_to"]["good"]
-    if modest is None or good is None:
+    good = _best(results["reach"]["good"], "yes")
+    if _best(results["reach"]["modest"], "yes") is None or good is None:
         return []
     return [
-        f"One as good as the {_reference(results, 'good', good)} would pay for up to {_concurrent(good)} "
-        f"({good['best_speedup']:.2f}x {_place(good)})."
+        f"One as good as the {_reference(results, 'good', good)} would pay {_where(results, 'good')} "
+        f"({_speedup(good)} {_place(good)})."
     ]
 
 
-def _limit(results: Mapping[str, Any]) -> str:
+def _open_sizes(results: Mapping[str, Any]) -> list[str]:
+    """Batch sizes at which an answer about a published head hangs on the noise of the starts."""
+    if _best(results["reach"]["good"], "yes") is None:
+        return []
+    return [
+        f"NOT SETTLED at {_sizes(sizes)} for a head as the {REFERENCES[name].name}: the intervals hold {results['worth']:.2f}x."
+        for name in REFERENCES
+        if (sizes := _at(results, name, "not settled"))
+    ]
+
+
+def _limit(results: Mapping[str, Any]) -> list[str]:
     """Where the best case ends. The measured sizes are in order."""
-    sizes = list(dict.fromkeys(row["batch_size"] for row in results["rows"]))
-    ceiling = results["up_to"]["ceiling"]
-    beyond = [size for size in sizes if ceiling is None or size > ceiling["batch_size"]]
+    found = results["reach"]["best_case"]
+    measured = [each["batch_size"] for each in found]
+    beyond, unknown = _at(results, "best_case", "no"), _at(results, "best_case", "not settled")
+    words = []
     if beyond:
-        return (
-            f"From batch size {beyond[0]} on even a head whose every draft is accepted is slower than plain decoding."
+        suffix = beyond == measured[-len(beyond) :]
+        where = f"From batch size {beyond[0]} on" if suffix else f"At {_sizes(beyond)}"
+        until = f" (measured up to {measured[-1]})" if suffix else ""
+        words.append(f"{where} even a head whose every draft is accepted is slower than plain decoding{until}.")
+    if unknown:
+        best = _best(found, "not settled")
+        assert best is not None
+        words.append(
+            f"NOT SETTLED at {_sizes(unknown)} whether even a head whose every draft is accepted would pay: at best "
+            f"{_speedup(best)} {_place(best)}."
         )
-    best = max((row for row in results["rows"] if row["batch_size"] == sizes[-1]), key=lambda row: row["best_case"])
-    return (
-        f"A head whose every draft is accepted would pay at every batch size measured; at {sizes[-1]} it would be "
-        f"{best['best_case']:.2f}x (k={best['draft_length']})."
-    )
+    if words:
+        return words
+    return [
+        f"A head whose every draft is accepted would pay at every batch size measured; at {measured[-1]} it would be "
+        f"{_speedup(found[-1])} (k={found[-1]['draft_length']})."
+    ]
+
+
+def _at(results: Mapping[str, Any], name: str, outcome: str) -> list[int]:
+    """Measured batch sizes of this outcome."""
+    return [each["batch_size"] for each in results["reach"][name] if each["outcome"] == outcome]
+
+
+def _best(found: Sequence[Mapping[str, Any]], outcome: str) -> Mapping[str, Any] | None:
+    return max((each for each in found if each["outcome"] == outcome), key=lambda each: each["speedup"], default=None)
+
+
+def _where(results: Mapping[str, Any], name: str) -> str:
+    """At which batch sizes the answer is yes: up to a concurrency where no smaller one is left out."""
+    sizes = _at(results, name, "yes")
+    if sizes != [each["batch_size"] for each in results["reach"][name]][: len(sizes)]:
+        return f"at {_sizes(sizes)}"
+    return "for up to " + ("1 request at a time" if sizes[-1] == 1 else f"{sizes[-1]} concurrent requests")
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    *some, last = map(str, sizes)
+    return f"batch sizes {', '.join(some)} and {last}" if some else f"batch size {last}"
+
+
+def _speedup(found: Mapping[str, Any]) -> str:
+    interval = found["interval"]
+    return f"{found['speedup']:.2f}x" + ("" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f})")
 
 
 def _validation(results: Mapping[str, Any]) -> str:
@@ -101,16 +151,12 @@ def _validation(results: Mapping[str, Any]) -> str:
     return f"{words}. Where they differ, the figures are as uncertain as that difference: more starts, or a quieter machine."
 
 
-def _concurrent(found: Mapping[str, Any]) -> str:
-    return "1 request at a time" if found["batch_size"] == 1 else f"{found['batch_size']} concurrent requests"
-
-
 def _place(found: Mapping[str, Any]) -> str:
-    return f"at batch size {found['best_batch_size']} with k={found['best_draft_length']}"
+    return f"at batch size {found['batch_size']} with k={found['draft_length']}"
 
 
 def _reference(results: Mapping[str, Any], name: str, found: Mapping[str, Any]) -> str:
-    reference, length = results["references"][name], found["best_draft_length"]
+    reference, length = results["references"][name], found["draft_length"]
     return f"{reference['name']} does (tau {reference['taus'][str(length)]:.2f} at k={length})"
 
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from eyas.eval.cost import leviathan, model, oracle
-from eyas.eval.cost.break_even import crossing, describe, linear_break_even, predicted_crossing
-from eyas.eval.cost.measured import Measured, measured_groups, points_of
+from eyas.eval.cost.break_even_rows import INTERVAL_RULE, break_even_rows
+from eyas.eval.cost.measured import Measured, measured_groups
 from eyas.eval.cost.speedup import form_rows, median_errors, residual_rows, speedup_rows
 from eyas.eval.cost.steps import all_blocks
-from eyas.eval.cost.tau_min import Draws, tau_min_curves, tau_min_rows
+from eyas.eval.cost.tau_min import tau_min_curves, tau_min_rows
 from eyas.eval.records import AR, ArmFacts, Cells
 
 DRAWS = 400
-Floats = NDArray[np.float64]
 
 
 def cost_results(
@@ -29,7 +25,7 @@ def cost_results(
         cells: blocks by cell, arm and start.
         arms: what the arms are.
         acceptance_rows: the acceptance section's rows by cell (those with a batch size and tau's interval).
-        seed: of the resampling of starts.
+        seed: of the resampling of starts and prompts.
 
     Keys: `rules` (how sizes are held out and the form chosen), `fit`, `residuals`, `speedup` (predicted against
     measured), `errors` (medians at held-out sizes, whole session), `tau_min` (the key figure) and `tau_min_curves`,
@@ -40,7 +36,12 @@ def cost_results(
     speedups = [speedup_rows(each) for each in found]
     every_speedup = [row for rows in speedups for row in rows]
     return {
-        "rules": {"held_out": model.HOLD_OUT_RULE, "form": model.CHOICE_RULE, "draws": DRAWS},
+        "rules": {
+            "held_out": model.HOLD_OUT_RULE,
+            "form": model.CHOICE_RULE,
+            "break_even": INTERVAL_RULE,
+            "draws": DRAWS,
+        },
         "fit": [_fit_row(each, rows) for each, rows in zip(found, speedups, strict=True)],
         "residuals": [row for each in found for row in residual_rows(each)],
         "speedup": every_speedup,
@@ -54,7 +55,7 @@ def cost_results(
         "break_even": [
             row
             for each, draws in zip(found, drawn, strict=True)
-            for row in break_even_rows(each, drawn=draws, seed=seed)
+            for row in break_even_rows(each, times=draws, draws=DRAWS, seed=seed)
         ],
         "leviathan": [row for each in found for row in leviathan_rows(each)],
         "oracle": [row for each in found for row in oracle_rows(each)],
@@ -73,101 +74,6 @@ def _fit_row(measured: Measured, speedups: Sequence[Mapping[str, Any]]) -> dict[
         "start_sd": measured.times.spread(),
         **median_errors(speedups),
     }
-
-
-def break_even_rows(measured: Measured, *, drawn: Draws | None, seed: int) -> list[dict[str, Any]]:
-    """Per arm: where throughput's speedup crosses 1 as measured, where that of decode steps does, and where the model's
-    does, with intervals from resampled starts."""
-    refits = _refits(measured, drawn)
-    rates = measured.rates.draws(DRAWS, seed=seed)
-    return [
-        {
-            **measured.group._asdict(),
-            "arm": arm,
-            "draft_length": measured.facts[arm].draft_length,
-            "smallest_tested": measured.sizes[0],
-            "largest_tested": measured.sizes[-1],
-            "measured": _measured_break_even(measured, arm, rates=rates),
-            "measured_decode": _decode_break_even(measured, arm, drawn=drawn),
-            "predicted_decode": _predicted_break_even(measured, arm, refits=refits),
-            "closed_form": _closed_form(measured, arm),
-        }
-        for arm in measured.arms
-    ]
-
-
-def _refits(measured: Measured, drawn: Draws | None) -> list[model.Fit] | None:
-    """The chosen form fitted again to every draw of the step times at the fitted batch sizes."""
-    if drawn is None:
-        return None
-    points = [
-        point
-        for point in points_of(measured.times.at(measured.fitted), measured.facts)
-        if point.arm in (AR, *measured.arms)
-    ]
-    columns = [drawn[point.arm][:, measured.sizes.index(point.batch_size)] for point in points]
-    return model.fit_many(points, np.stack(columns, axis=1), form=measured.fit.form)
-
-
-def _measured_break_even(measured: Measured, arm: str, *, rates: Draws | None) -> dict[str, Any] | None:
-    means = measured.rates.means()
-    columns = _columns(means[AR], means[arm])
-    sizes = [measured.sizes[column] for column in columns]
-    if not sizes:
-        return None
-    value = crossing(sizes, means[arm][columns] / means[AR][columns])
-    crossings = None
-    if rates is not None:
-        ratios = rates[arm][:, columns] / rates[AR][:, columns]
-        crossings = np.array([crossing(sizes, row) for row in ratios])
-    return describe(value, crossings, smallest=sizes[0], largest=sizes[-1])
-
-
-def _decode_break_even(measured: Measured, arm: str, *, drawn: Draws | None) -> dict[str, Any] | None:
-    means = measured.times.means()
-    taus = [measured.tau_at(arm, size) for size in measured.sizes]
-    columns = [column for column in _columns(means[AR], means[arm]) if taus[column] is not None]
-    sizes = [measured.sizes[column] for column in columns]
-    if not sizes:
-        return None
-    tau = np.array([taus[column] for column in columns], dtype=float)
-    value = crossing(sizes, tau * means[AR][columns] / means[arm][columns])
-    crossings = None
-    if drawn is not None:
-        ratios = tau * drawn[AR][:, columns] / drawn[arm][:, columns]
-        crossings = np.array([crossing(sizes, row) for row in ratios])
-    return describe(value, crossings, smallest=sizes[0], largest=sizes[-1])
-
-
-def _columns(*means: Floats) -> list[int]:
-    """Batch sizes, by position, at which all of `means` have a value."""
-    return np.flatnonzero(~np.isnan(np.stack(means)).any(axis=0)).tolist()
-
-
-def _predicted_break_even(measured: Measured, arm: str, *, refits: list[model.Fit] | None) -> dict[str, Any]:
-    smallest, largest, tau = measured.sizes[0], measured.sizes[-1], measured.taus[arm]
-
-    def of(fitted: model.Fit) -> float:
-        return predicted_crossing(fitted, arm=arm, tau=tau, smallest=smallest, largest=largest)
-
-    crossings = None if refits is None else np.array([of(each) for each in refits])
-    return describe(of(measured.fit), crossings, smallest=smallest, largest=largest)
-
-
-def _closed_form(measured: Measured, arm: str) -> float | None:
-    """B* of the linear form's formula, beyond the tested range too; None for other forms, and where it is not finite."""
-    constants = measured.fit.constants()
-    if measured.fit.form != "linear" or constants is None or f"draft:{arm}" not in constants:
-        return None
-    value = linear_break_even(
-        step=constants["step"],
-        draft=constants[f"draft:{arm}"],
-        token=constants["token"],
-        sequence=constants["sequence"],
-        draft_length=measured.facts[arm].draft_length,
-        tau=measured.taus[arm],
-    )
-    return value if 0 < value < float("inf") else None
 
 
 def leviathan_rows(measured: Measured) -> list[dict[str, Any]]:

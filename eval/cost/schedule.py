@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eyas.eval.comparison import Comparison, compare_samples
-from eyas.eval.records import AR, ArmFacts, CellKey, Cells
+from eyas.eval.records import AR, AR_TWIN, ArmFacts, CellKey, Cells
 from eyas.eval.samples import take_sample
 from eyas.eval.stats import DRAWS, Partners
 
@@ -166,9 +166,9 @@ def _compare(
     """Batch size -> cell -> head arm -> its comparison with AR."""
     compared: dict[int, dict[CellKey, dict[str, Comparison]]] = {}
     for key, by_arm in cells.items():
-        group = {arm: starts for arm, starts in by_arm.items() if arm == AR or arm in heads}
-        if AR not in group or len(group) < 2:
+        if AR not in by_arm or not any(arm in heads for arm in by_arm):
             continue
+        group = {arm: starts for arm, starts in by_arm.items() if arm in (AR, AR_TWIN) or arm in heads}
         samples = {arm: take_sample(starts, metric="throughput") for arm, starts in group.items()}
         found = compare_samples({"throughput": samples}, partners=partners, seed=seed, draws=draws)
         compared.setdefault(key.batch_size, {})[key] = found
@@ -205,7 +205,7 @@ def _why_not(ratio: float, low: float, compared: Mapping[CellKey, Comparison]) -
     """Why a draft length is not chosen at a batch size; None when it pays."""
     bands = [each.null_band for each in compared.values()]
     if any(band is None for band in bands) or any(_throughput(each).indicative for each in compared.values()):
-        return "one start per arm shows no chance to compare with"
+        return "nothing shows chance: one start per arm, or side by side no two pairs of AR and its twin"
     for key, each in compared.items():
         if is_slower(each):
             return f"slower on {key.dataset} at temperature {key.temperature:g}"

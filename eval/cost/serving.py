@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from eyas.eval.cost.schedule import Schedule
+from eyas.eval.serve_options import ServedEngine, engine_options, environment_to_serve
 from eyas.heads.files import write_json
 
 SCHEDULE_FILE = "schedule.json"
@@ -17,23 +18,16 @@ SERVER_MODULE = ("python", "-m", "vllm.entrypoints.openai.api_server", "--model"
 """How to start a server of the CPU build, whose `vllm` command fails (facts/vllm.md)."""
 
 
-def serve_command(
-    target: str,
-    *,
-    speculative_config: Mapping[str, Any] | None,
-    max_num_seqs: int,
-    max_model_len: int,
-    dtype: str,
-    enforce_eager: bool,
-    on_cpu: bool = False,
-) -> list[str]:
+def serve_command(engine: ServedEngine, *, on_cpu: bool) -> list[str]:
     """The command, word by word, that serves as was measured; no speculative configuration is plain decoding."""
-    words = [*(SERVER_MODULE if on_cpu else ("vllm", "serve")), target]
-    words += ["--dtype", dtype, "--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)]
-    words += ["--enforce-eager"] if enforce_eager else []
-    if speculative_config is not None:
-        words += ["--speculative-config", json.dumps(speculative_config)]
-    return words
+    program = SERVER_MODULE if on_cpu else ("vllm", "serve")
+    return [*program, engine.target_dir, *engine_options(engine, on_cpu=on_cpu)]
+
+
+def command_line(command: Sequence[str], *, environment: Mapping[str, str]) -> str:
+    """One line for a shell: variables, then the command."""
+    variables = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+    return " ".join([*variables, shlex.join(command)])
 
 
 def write_schedule(
@@ -41,11 +35,9 @@ def write_schedule(
     schedule: Schedule,
     *,
     base: Mapping[str, Any],
-    target: str,
-    max_model_len: int,
-    dtype: str,
-    enforce_eager: bool,
-    on_cpu: bool = False,
+    engine: ServedEngine,
+    environment: Mapping[str, str],
+    on_cpu: bool,
 ) -> dict[str, Any]:
     """Write speculative_config.json and schedule.json (ranges, choices, command); returns what schedule.json holds.
 
@@ -54,21 +46,17 @@ def write_schedule(
 
     Args:
         base: the `speculative_config` of any of the head's fixed draft lengths.
+        engine: as the grid ran it, without a speculative configuration.
+        environment: of the grid's engines.
     """
     config = schedule.speculative_config(base)
-    command = serve_command(
-        target,
-        speculative_config=config if schedule.pays else None,
-        max_num_seqs=schedule.max_num_seqs,
-        max_model_len=max_model_len,
-        dtype=dtype,
-        enforce_eager=enforce_eager,
-        on_cpu=on_cpu,
-    )
+    served = replace(engine, max_num_seqs=schedule.max_num_seqs, speculative_config=config if schedule.pays else None)
+    command, variables = serve_command(served, on_cpu=on_cpu), environment_to_serve(environment, on_cpu=on_cpu)
     content = schedule.to_json() | {
         "speculative_config": config,
+        "serve_environment": variables,
         "serve_command": command,
-        "serve_command_line": shlex.join(command),
+        "serve_command_line": command_line(command, environment=variables),
     }
     write_json(directory / CONFIG_FILE, config)
     write_json(directory / SCHEDULE_FILE, content)

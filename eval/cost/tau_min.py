@@ -18,6 +18,9 @@ from eyas.eval.records import AR
 
 CURVE_POINTS = 60
 
+ACCEPTANCE = {"tau_drafted": "tau", "tau_drafted_interval": "tau_interval", "tau_common": "tau_all_steps_common"}
+"""Our name -> the acceptance section's. `tau_common`: over the prompts that all batch sizes share."""
+
 Draws = Mapping[str, NDArray[np.float64]]
 """Resampled means, arm -> [draws, batch sizes]."""
 
@@ -67,12 +70,12 @@ def _row(measured: Measured, *, arm: str, size: int, drawn: NDArray[np.float64] 
 
 
 def _acceptance(row: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The acceptance section's tau of the same cell (tokens behind an answer's end included) and its interval."""
+    """The acceptance section's tau of the same cell, of the steps that drafted, with its interval over prompts."""
     place = ("dataset", "temperature", "batch_size", "arm")
     for cell in cells:
         if all(cell[name] == row[name] for name in place):
-            return {name: cell[name] for name in ("tau_step_weighted", "tau_step_weighted_interval")}
-    return {"tau_step_weighted": None, "tau_step_weighted_interval": None}
+            return {name: cell[theirs] for name, theirs in ACCEPTANCE.items()}
+    return dict.fromkeys(ACCEPTANCE)
 
 
 def tau_min_curves(measured: Measured) -> list[dict[str, Any]]:

@@ -8,11 +8,17 @@ differ and only this forward can still tell right from wrong, so it judges the w
 
 The null: plain decoding against itself, at another batch size (other batches, other sums). A gap at which
 plain decoding disagrees with itself is no violation either.
+
+The forward is not the engine's on purpose: an engine that is wrong about its logits would call its own errors ties. Of a
+quantised target it has other weights than the engine, so there a difference is neither tie nor violation but *undecided*.
+L2 allows no ties: in float32 at batch size 1 answers must be identical. In a shorter dtype that cannot be asked, and a
+difference leaves L2 undecided.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +36,9 @@ two engines add up over tens of layers: SmolLM2-135M (30 layers, logits up to 38
 sequence and one token by token. A gap above 1e-3 is therefore a decision of the model, not rounding."""
 
 MANTISSA_BITS = {"float32": 23, "bfloat16": 7, "float16": 10}
+EXACT_DTYPE = "float32"
+"""In which L2 requires identity."""
+
 ROUNDINGS = 2
 """Engines round logits to their dtype; two logits that far apart in units of the last place may change places."""
 
@@ -49,6 +58,9 @@ def tie_gap(dtype: str, logit: float) -> float:
     """Largest gap at a best logit of this size that counts as a tie in this dtype."""
     last_place = 2.0 ** (math.floor(math.log2(max(abs(logit), 1.0))) - MANTISSA_BITS.get(dtype, 7))
     return max(TIE_GAP, ROUNDINGS * last_place)
+
+
+QUANTISED = "the target is quantised, so that no float32 forward of it tells a tie from a decision"
 
 
 def ask_target(
@@ -105,26 +117,37 @@ def null_gap(facts: Sequence[dict[str, Any]]) -> float:
     return max(gaps, default=0.0)
 
 
+def untold(request: RequestRecord, *, answer: Sequence[int], index: int) -> dict[str, Any]:
+    """A difference of a quantised target's answers, which no forward can judge. That one ends earlier needs no judge."""
+    shown = {"prompt_id": request.prompt_id, "index": index, "gap": None}
+    if index == min(len(answer), len(request.token_ids)):
+        return {**shown, "outcome": "violation", "why": "one answer ends earlier"}
+    return {**shown, "outcome": "undecided", "why": QUANTISED}
+
+
 def compare(
     plain: Sequence[RequestRecord],
     other: Sequence[RequestRecord],
     *,
-    facts: Sequence[dict[str, Any]],
+    facts: Sequence[dict[str, Any]] | None,
     dtype: str,
     allowed_by_null: float,
 ) -> dict[str, Any]:
-    """Token identity of two arms' answers.
+    """Token identity of two arms' answers. `facts`: of `ask_target`; None where the target is quantised and was not asked.
 
     Raises:
         ValueError: the stored facts are not about these records.
     """
-    known = {(fact["prompt_id"], fact["index"]): fact for fact in facts}
+    known = None if facts is None else {(fact["prompt_id"], fact["index"]): fact for fact in facts}
     answers = {request.prompt_id: request.token_ids for request in other}
     differences = []
     for request in plain:
         answer = answers[request.prompt_id]
         index = first_difference(request.token_ids, answer)
         if index is None:
+            continue
+        if known is None:
+            differences.append(untold(request, answer=answer, index=index))
             continue
         fact = known.get((request.prompt_id, index))
         if fact is None:
@@ -133,18 +156,51 @@ def compare(
                 "it belongs to other records, so delete lossless/logits.json and score again"
             )
         differences.append(classify(fact, answer=answer, dtype=dtype, null_gap=allowed_by_null))
-    violations = sum(difference["outcome"] == "violation" for difference in differences)
-    tokens = sum(request.n_out for request in other)
+    return {"requests": len(plain), **_counts(differences, answers=len(plain), tokens=sum(r.n_out for r in other))}
+
+
+def _counts(differences: Sequence[dict[str, Any]], *, answers: int, tokens: int) -> dict[str, Any]:
+    """How many of each outcome, and which rate of violations is excluded where none was seen and all could be told."""
+    outcomes = Counter(difference["outcome"] for difference in differences)
+    excluded = not outcomes["violation"] and not outcomes["undecided"]
     return {
-        "requests": len(plain),
         "tokens": tokens,
-        "identical": len(plain) - len(differences),
-        "ties": len(differences) - violations,
-        "violations": violations,
-        "differences": differences,
-        "excluded_prompt_rate": excluded_rate(len(plain)) if not violations else None,
-        "excluded_token_rate": excluded_rate(tokens) if not violations else None,
+        "identical": answers - len(differences),
+        "ties": outcomes["tie"],
+        "violations": outcomes["violation"],
+        "untold": outcomes["undecided"],
+        "differences": list(differences),
+        "excluded_prompt_rate": excluded_rate(answers) if excluded else None,
+        "excluded_token_rate": excluded_rate(tokens) if excluded else None,
     }
+
+
+def judge_batch(row: dict[str, Any], *, fewer: bool) -> tuple[bool | None, str | None]:
+    """L1: (passed, why not). `fewer`: the arm repeats plain decoding less often than plain decoding repeats itself."""
+    if row["violations"]:
+        return False, f"{row['violations']} violations"
+    if fewer:
+        return False, "identical less often than plain decoding is with itself"
+    if row["untold"]:
+        return None, QUANTISED
+    return True, None
+
+
+def judge_alone(row: dict[str, Any], *, dtype: str) -> tuple[bool | None, str | None]:
+    """L2: (passed, why not). Nothing but identity passes; in a dtype in which it cannot be asked, ties are undecided."""
+    differ = row["requests"] - row["identical"]
+    if not differ:
+        return True, None
+    if row["violations"]:
+        return False, f"{row['violations']} violations"
+    if row["untold"]:
+        return None, QUANTISED
+    if dtype == EXACT_DTYPE:
+        return False, f"{differ} answers are not identical, which {dtype} at batch size 1 requires, ties or not"
+    return None, (
+        f"{differ} answers are not identical, only by ties, and {dtype} does not let identity be required; "
+        f"score.lossless.dtype={EXACT_DTYPE} does"
+    )
 
 
 def match_rate_p(

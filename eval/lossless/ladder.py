@@ -7,18 +7,20 @@ L3  sampled answers, position by position                               sampled.
 L4  lengths of sampled answers and reasons to end                       lengths.py
 
 One engine process of each arm serves the cells L1 to L4, and a second process of plain decoding gives the null. An arm is
-checked at its longest chain, which stands for the shorter ones: they run the same code at fewer positions.
+checked at its longest chain, which stands for the shorter ones: they run the same code at fewer positions. An arm that drafts
+in small batches only (a schedule) is served in the largest batch in which it drafts. L3 and L4 sample as the session does.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from eyas.eval.arms import PLAIN, Arm, arm_plan
 from eyas.eval.lossless.sampled import sample_id
+from eyas.eval.lossless.stored import NULL_START
 from eyas.eval.plan import CellPlan, StartPlan
 from eyas.eval.records import is_synthetic
 from eyas.eval.workload import Request
@@ -32,9 +34,37 @@ SAMPLED_PROMPTS = 2
 LENGTH_SAMPLES = 4
 """Answers per prompt in L4."""
 
-TEMPERATURE = 1.0
 SEEDS_PER_START = 1_000_000
 """Distance of the seeds of two starts: equal seeds would make answers equal and hide nothing but differences."""
+
+
+@dataclass(frozen=True)
+class SampledAs:
+    """How L3 and L4 are sampled. `top_k` 0 and `top_p` 1 cut nothing off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+def sampled_as(plan: StartPlan) -> SampledAs:
+    """As the session's cells of the highest temperature: more of the distribution is seen there than at lower ones."""
+    hottest = max(plan.cells, key=lambda cell: cell.temperature, default=None)
+    if hottest is None or hottest.temperature == 0:
+        return SampledAs()
+    return SampledAs(hottest.temperature, hottest.top_p, hottest.top_k)
+
+
+def drafting_batch_size(arm: Arm, *, at_most: int) -> int:
+    """Largest batch size up to `at_most` in which the arm drafts, or `at_most` where it drafts in none."""
+    ranges = (arm.speculative_config or {}).get("num_speculative_tokens_per_batch_size") or []
+    return max((size for size in range(1, at_most + 1) if _scheduled_length(ranges, size)), default=at_most)
+
+
+def _scheduled_length(ranges: Sequence[Sequence[int]], batch_size: int) -> int:
+    """k of a schedule's ranges at a batch size: a range's k is carried on to the next one, as vLLM reads it."""
+    begun = [length for first, _, length in ranges if first <= batch_size]
+    return begun[-1] if begun else 0
 
 
 def arms_to_check(arms: Sequence[Arm]) -> dict[str, list[str]]:
@@ -76,15 +106,18 @@ def plan_lossless(
     positions = compared_positions(checked)
     starts = []
     for number, arm in enumerate([PLAIN, PLAIN, *checked]):
-        is_null = number == 1
+        is_null = number == NULL_START
+        whole = drafting_batch_size(arm, at_most=len(prompts[:requests]))
         cells = _cells(
             prompts[:requests],
             # Other batches make other sums: what plain decoding makes of them is the null.
-            batch_size=max(1, len(prompts[:requests]) // (2 if is_null else 1)),
+            greedy_batch=max(1, whole // 2) if is_null else whole,
+            sampled_batch=whole,
             max_tokens=max_tokens,
             samples=samples,
             positions=positions,
             seed=plan.seed + number * SEEDS_PER_START,
+            sampled=sampled_as(plan),
         )
         kept = [cell for cell in cells if not (is_null and cell.dataset == "L2") and (samples or cell.temperature == 0)]
         settings = replace(plan, dtype=dtype, cells=kept, blocks=1, protocol="starts", instrument=False)
@@ -98,11 +131,19 @@ def compared_positions(arms: Sequence[Arm]) -> int:
 
 
 def _cells(
-    prompts: Sequence[Request], *, batch_size: int, max_tokens: int, samples: int, positions: int, seed: int
+    prompts: Sequence[Request],
+    *,
+    greedy_batch: int,
+    sampled_batch: int,
+    max_tokens: int,
+    samples: int,
+    positions: int,
+    seed: int,
+    sampled: SampledAs,
 ) -> list[CellPlan]:
     greedy = [Request("L1", prompt.prompt_id, prompt.token_ids) for prompt in prompts]
     cells = [
-        CellPlan("L1", batch_size, 0.0, max_tokens, seed, greedy),
+        CellPlan("L1", greedy_batch, 0.0, max_tokens, seed, greedy),
         CellPlan("L2", 1, 0.0, max_tokens, seed, greedy[:EXACT_REQUESTS]),
     ]
     if not samples:
@@ -110,11 +151,9 @@ def _cells(
     shortest = sorted(prompts, key=lambda prompt: len(prompt.token_ids))[:SAMPLED_PROMPTS]
     tokens = _repeated("L3", shortest, -(-samples // len(shortest)))
     whole = _repeated("L4", prompts, LENGTH_SAMPLES)
-    return [
-        *cells,
-        CellPlan("L3", len(prompts), TEMPERATURE, positions, seed, tokens),
-        CellPlan("L4", len(prompts), TEMPERATURE, max_tokens, seed + SEEDS_PER_START // 2, whole),
-    ]
+    short = CellPlan("L3", sampled_batch, sampled.temperature, positions, seed, tokens, sampled.top_p, sampled.top_k)
+    later = seed + SEEDS_PER_START // 2
+    return [*cells, short, replace(short, dataset="L4", max_tokens=max_tokens, seed=later, requests=whole)]
 
 
 def _repeated(dataset: str, prompts: Sequence[Request], times: int) -> list[Request]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from eyas.eval.holm import holm
 from eyas.eval.lossless.binomial import mcnemar_two_sided
+from eyas.eval.lossless.chi_square import POWER
 from eyas.eval.lossless.kolmogorov import (
     detectable_distance,
     ks_p_value,
@@ -19,11 +20,13 @@ from eyas.eval.lossless.kolmogorov import (
     paired_permutation_p,
     paired_shift_p,
 )
-from eyas.eval.lossless.words import NULL_FAILED, combined, outcome_word, permutations_for
+from eyas.eval.lossless.words import NULL_FAILED, combined, judgement, permutations_for
 from eyas.eval.records import RequestRecord
 
 LEVEL = 0.01
 """Family-wise over all arms and all three tests."""
+
+TOO_FEW = "too few answers: most differences would have been missed"
 
 TESTS = ("p_lengths", "p_mean", "p_reasons")
 
@@ -53,6 +56,7 @@ def compare_lengths(
         "status": "done",
         **({"why": NULL_FAILED} if null_failed else {}),
         "level": LEVEL,
+        "power": POWER,
         "samples": len(plain),
         "ar": _summary(plain),
         "null": null_row,
@@ -71,9 +75,9 @@ def _p_values(row: dict[str, Any]) -> list[float]:
 
 
 def _judged(arm: str, row: dict[str, Any], *, p_holm: list[float], decidable: bool) -> dict[str, Any]:
-    passed = min(p_holm) > LEVEL if decidable and row["detectable_ks"] < WEAKEST else None
-    named = dict(zip(TESTS, p_holm, strict=True))
-    return {"arm": arm, **row, "p_holm": named, "passed": passed, "outcome": outcome_word(passed)}
+    weak = TOO_FEW if row["detectable_ks"] >= WEAKEST else None
+    found = judgement(differs=min(p_holm) <= LEVEL, weak=weak, decidable=decidable)
+    return {"arm": arm, **row, "p_holm": dict(zip(TESTS, p_holm, strict=True)), **found}
 
 
 def _compare(plain: Sequence[RequestRecord], other: Sequence[RequestRecord], *, level: float) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,22 @@ from eyas.eval.child import started_child
 from eyas.eval.launch import Launcher
 from eyas.eval.lossless.cases import ROUNDS
 from eyas.eval.lossless.greedy import AnswerLogits, ask_target
-from eyas.eval.lossless.ladder import TEMPERATURE, arms_to_check, compared_positions, plan_lossless
-from eyas.eval.lossless.results import LADDER, LOGITS, OFFLINE, SAMPLER, STARTS
+from eyas.eval.lossless.ladder import arms_to_check, compared_positions, plan_lossless, sampled_as
+from eyas.eval.lossless.stored import (
+    LADDER,
+    LOGITS,
+    OFFLINE,
+    PLAIN_START,
+    SAMPLER,
+    STARTS,
+    Served,
+    answers_fingerprint,
+    is_quantised,
+    read_ladder_starts,
+    served_cells,
+)
 from eyas.eval.plan import StartPlan
-from eyas.eval.records import RequestRecord, read_start
+from eyas.eval.records import RequestRecord
 from eyas.eval.workload import Request
 from eyas.heads.files import fingerprint, read_json, write_json
 
@@ -60,44 +73,45 @@ def run_lossless(
     write_json(
         directory / LADDER,
         {
+            "session": plan.session,
             "arms": checked,
             "dtype": dtype,
-            "temperature": TEMPERATURE,
+            **asdict(sampled_as(plan)),
             "max_tokens": max_tokens,
             "samples": samples,
             "positions": compared_positions([arm for arm in arms if arm.name in checked]),
-            "null_batch_size": starts[1].cells[0].batch_size,
         },
     )
-    run_sampler(directory, launcher=launcher, rounds=rounds)
+    run_sampler(directory, session=plan.session, launcher=launcher, rounds=rounds)
     stems = [directory / STARTS / f"{start.start:03d}-{start.arm}" for start in starts]
     _remove_other_starts(directory / STARTS, stems)
     for start, stem in zip(starts, stems, strict=True):
         launcher.run(start, stem)
     # A start that broke off keeps the cells it had finished, and they are compared too.
-    served = {stem: start for stem, start in zip(stems, starts, strict=True) if stem.with_suffix(".jsonl").is_file()}
-    if stems[0] in served:
-        _ask_about_differences(directory, served, plain=stems[0])
+    records = read_ladder_starts(directory, session=plan.session)
+    served = served_cells(records)
+    if "ar" in served and not is_quantised(records):
+        _ask_about_differences(directory, served, first=starts[PLAIN_START])
     heads = [arm for arm in arms if arm.kind == "head"]
     if predict is not None and heads:
         longest = max(heads, key=lambda arm: arm.draft_length)
-        _predict_acceptance(directory, served, arm=longest, predict=predict)
+        _predict_acceptance(directory, served, first=starts[PLAIN_START], arm=longest, predict=predict)
 
 
-def run_sampler(directory: Path, *, launcher: Launcher, rounds: int) -> None:
+def run_sampler(directory: Path, *, session: str, launcher: Launcher, rounds: int) -> None:
     """L0 in a process of its own, in the engines' environment. A failure is stored in place of counts."""
     path = directory / SAMPLER
-    if path.is_file() and read_json(path).get("rounds") == rounds:
+    if path.is_file() and {"session": session, "rounds": rounds}.items() <= read_json(path).items():
         return
     path.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "eyas.eval.lossless.sampler", str(rounds), str(path)]
+    command = [sys.executable, "-m", "eyas.eval.lossless.sampler", str(rounds), str(path), session]
     log = path.with_suffix(".log")
     with started_child(command, environment=launcher.environment, log_path=log, relay=launcher.relay) as child:
         reason = child.wait(timeout_s=launcher.timeout_s)
     if reason is None and not path.is_file():
         reason = "ended without writing its counts"
     if reason is not None:
-        write_json(path, {"why": f"the sampler's process failed: {reason}; see {log}"})
+        write_json(path, {"session": session, "why": f"the sampler's process failed: {reason}; see {log}"})
         launcher.relay(f"L0 failed: {reason}; see {log}\n")
 
 
@@ -110,30 +124,27 @@ def _remove_other_starts(directory: Path, stems: Sequence[Path]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
 
 
-def _ask_about_differences(directory: Path, served: dict[Path, StartPlan], *, plain: Path) -> None:
-    """Let the target judge every answer of L1 and L2 that differs from plain decoding's."""
-    records = {stem: read_start(stem.with_suffix(".jsonl")).cells for stem in served}
-    identity = fingerprint(
-        {
-            stem.name: [request.token_ids for cell in cells for request in cell.requests]
-            for stem, cells in records.items()
-        }
-    )
-    if (directory / LOGITS).is_file() and read_json(directory / LOGITS)["answers"] == identity:
+def _ask_about_differences(directory: Path, served: Served, *, first: StartPlan) -> None:
+    """Let the target judge every answer of L1 and L2 that differs from plain decoding's. `first`: plain decoding's plan."""
+    identity = {"session": first.session, "answers": answers_fingerprint(served)}
+    path = directory / LOGITS
+    if path.is_file() and identity.items() <= read_json(path).items():
         return
-    first = served[plain]
     logits = answer_logits(Path(first.target_dir), trust_remote_code=first.trust_remote_code)
-    prompts = {request.prompt_id: request.token_ids for request in first.cells[0].requests}
-    facts: dict[str, Any] = {"answers": identity, "L1": {}, "L2": {}}
-    reference = {cell.dataset: cell.requests for cell in records[plain]}
-    for stem, start in served.items():
-        name = "null" if start.start == 1 else start.arm
-        for cell in records[stem]:
-            if stem != plain and cell.dataset in ("L1", "L2") and cell.dataset in reference:
-                facts[cell.dataset][name] = ask_target(
-                    reference[cell.dataset], cell.requests, prompts=prompts, logits=logits
+    prompts = prompt_tokens(first)
+    facts: dict[str, Any] = {"L1": {}, "L2": {}}
+    for run, cells in served.items():
+        for level in facts:
+            if run != "ar" and level in cells and level in served["ar"]:
+                facts[level][run] = ask_target(
+                    served["ar"][level].requests, cells[level].requests, prompts=prompts, logits=logits
                 )
-    write_json(directory / LOGITS, facts)
+    write_json(path, identity | facts)
+
+
+def prompt_tokens(start: StartPlan) -> dict[str, list[int]]:
+    """Prompt id -> its tokens, of a start's first level."""
+    return {request.prompt_id: request.token_ids for request in start.cells[0].requests}
 
 
 def answer_logits(target_dir: Path, *, trust_remote_code: bool) -> AnswerLogits:
@@ -154,33 +165,23 @@ def answer_logits(target_dir: Path, *, trust_remote_code: bool) -> AnswerLogits:
     return logits
 
 
-def _predict_acceptance(directory: Path, served: dict[Path, StartPlan], *, arm: Arm, predict: Predict) -> None:
-    """Acceptance of the head along its own served greedy answers, offline."""
-    found = [
-        (start, cell.requests)
-        for stem, start in served.items()
-        for cell in (read_start(stem.with_suffix(".jsonl")).cells if start.arm == arm.name else [])
-        if cell.dataset == "L1"
-    ]
-    if not found:
+def _predict_acceptance(directory: Path, served: Served, *, first: StartPlan, arm: Arm, predict: Predict) -> None:
+    """Acceptance of the head along its own served greedy answers, offline. `first`: plan of a start of the ladder."""
+    if "L1" not in served.get(arm.name, {}):
         return
-    ((start, answers),) = found
-    identity = fingerprint([request.token_ids for request in answers])
+    answers = served[arm.name]["L1"].requests
+    identity = {
+        "session": first.session,
+        "arm": arm.name,
+        "draft_length": arm.draft_length,
+        "answers": fingerprint([request.token_ids for request in answers]),
+    }
     path = directory / OFFLINE
-    if path.is_file() and read_json(path)["answers"] == identity:
+    if path.is_file() and identity.items() <= read_json(path).items():
         return
-    prompts = {request.prompt_id: request.token_ids for request in start.cells[0].requests}
+    prompts = prompt_tokens(first)
     accepted = {request.prompt_id: _predicted(request, prompts[request.prompt_id], predict) for request in answers}
-    write_json(
-        path,
-        {
-            "arm": arm.name,
-            "draft_length": arm.draft_length,
-            "dtype": start.dtype,
-            "answers": identity,
-            "accepted": accepted,
-        },
-    )
+    write_json(path, {**identity, "dtype": first.dtype, "accepted": accepted})
 
 
 def _predicted(request: RequestRecord, prompt: list[int], predict: Predict) -> list[int]:

@@ -11,8 +11,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from eyas.eval.holm import holm
+from eyas.eval.lossless.chi_square import POWER
 from eyas.eval.lossless.two_sample import TwoSample, stratum, two_sample
-from eyas.eval.lossless.words import NULL_FAILED, combined, outcome_word
+from eyas.eval.lossless.words import DETECTED, NOT_DETECTED, NULL_FAILED, UNDECIDED, combined, judgement
 from eyas.eval.records import RequestRecord
 
 LEVEL = 0.01
@@ -25,7 +26,12 @@ END = -1
 SEED = 20260102
 
 WEAKEST = 0.5
-"""An arm none of whose tests would find a total-variation distance of this size is undecided: too few samples to say anything."""
+"""A test that would not find a total-variation distance of this size is too weak. One weak position leaves its arm undecided:
+positions come from different code, so a strong one says nothing about a weak one. Pairs of tokens are rare more often than
+tokens, so the test of pairs may find a difference and is not needed for passing."""
+
+TOO_WEAK = "too few samples: a difference would have been missed at {places}"
+PAIR = "positions 2 and 3"
 
 
 def sample_id(prompt_id: str, number: int) -> str:
@@ -65,6 +71,8 @@ def compare_sampled(
         "status": "done",
         **({"why": NULL_FAILED} if null_failed else {}),
         "level": LEVEL,
+        "power": POWER,
+        "weakest": WEAKEST,
         "positions": positions,
         "prompts": len({prompt_of(request) for request in plain}),
         "samples": len(plain),
@@ -80,16 +88,32 @@ def _null_row(tests: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _arm_row(arm: str, tests: list[dict[str, Any]], *, decidable: bool) -> dict[str, Any]:
-    strong = any(test["detectable_tv"] is not None and test["detectable_tv"] < WEAKEST for test in tests)
-    passed = all(test["p_holm"] > LEVEL for test in tests) if decidable and strong else None
-    return {"arm": arm, "tests": tests, "passed": passed, "outcome": outcome_word(passed)}
+    differs = any(test["p_holm"] <= LEVEL for test in tests)
+    shown = [test | {"outcome": _outcome(test)} for test in tests]
+    return {"arm": arm, "tests": shown, **judgement(differs=differs, weak=_weakness(tests), decidable=decidable)}
+
+
+def _weakness(tests: Sequence[dict[str, Any]]) -> str | None:
+    """Why these tests would have missed a difference, if they would."""
+    weak = [test["where"] for test in tests if _is_weak(test) and test["where"] != PAIR]
+    return TOO_WEAK.format(places=", ".join(weak)) if weak else None
+
+
+def _is_weak(test: dict[str, Any]) -> bool:
+    return test["detectable_tv"] is None or test["detectable_tv"] >= WEAKEST
+
+
+def _outcome(test: dict[str, Any]) -> str:
+    if test["p_holm"] <= LEVEL:
+        return DETECTED
+    return UNDECIDED if _is_weak(test) else NOT_DETECTED
 
 
 def _tests(
     left: Sequence[RequestRecord], right: Sequence[RequestRecord], *, positions: int, level: float
 ) -> list[dict[str, Any]]:
     places: list[tuple[str, slice]] = [(f"position {each + 1}", slice(each, each + 1)) for each in range(positions)]
-    places.append(("positions 2 and 3", slice(1, 3)))
+    places.append((PAIR, slice(1, 3)))
     return [
         {"where": name, **_plain(_test(left, right, place, seed=SEED + number, level=level))}
         for number, (name, place) in enumerate(places)
@@ -101,8 +125,8 @@ def _test(
 ) -> TwoSample:
     tokens = _by_prompt(left, place), _by_prompt(right, place)
     assert tokens[0].keys() == tokens[1].keys(), "both arms answer the same prompts"
-    tables = [stratum(tokens[0][prompt], tokens[1][prompt]) for prompt in tokens[0]]
-    return two_sample(tables, level=level, seed=seed)
+    strata = [stratum(tokens[0][prompt], tokens[1][prompt]) for prompt in tokens[0]]
+    return two_sample(strata, level=level, seed=seed)
 
 
 def _by_prompt(requests: Sequence[RequestRecord], place: slice) -> dict[str, list[Hashable]]:
@@ -122,4 +146,5 @@ def _plain(outcome: TwoSample) -> dict[str, Any]:
         "p_value": outcome.permutation_p,
         "tv": outcome.tv,
         "detectable_tv": outcome.detectable_tv,
+        "rare_share": outcome.rare_share,
     }

@@ -1,6 +1,6 @@
 """L0, the measuring half: run the rejection sampler of the installed vLLM, and ours, and count what they emit.
 
-`python -m eyas.eval.lossless.sampler ROUNDS OUT.json`, in the environment of an engine. The object under test is
+`python -m eyas.eval.lossless.sampler ROUNDS OUT.json SESSION`, in the environment of an engine. The object under test is
 `vllm.v1.sample.rejection_sampler.RejectionSampler` with the `Sampler` that draws its bonus tokens, called as the model
 runner calls it (temperature scaling, softmax, acceptance, residual, bonus), on the device and with the kernels the engine
 uses here: on a CPU without Triton the C++ functions that vLLM's CPU platform puts in the kernels' place.
@@ -184,7 +184,8 @@ def _run_all(sampler: VllmSampler, model: Model, chosen: list[Case], *, rounds: 
 def main() -> None:
     end_with_parent()
     os.dup2(2, 1)  # whatever libraries print belongs into the log
-    write_json(Path(sys.argv[2]), measure(int(sys.argv[1])))
+    rounds, out, session = sys.argv[1:]
+    write_json(Path(out), {"session": session, **measure(int(rounds))})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from eyas.eval.lossless.cases import Counts
-from eyas.eval.lossless.chi_square import Floats, detectable_tv, goodness_of_fit, noise_floor, total_variation
+from eyas.eval.lossless.chi_square import POWER, Floats, detectable_tv, goodness_of_fit, noise_floor, total_variation
 from eyas.eval.lossless.laws import Model, emitted_laws, pair_law
 from eyas.eval.lossless.words import DETECTED, NOT_DETECTED
 
@@ -38,6 +38,7 @@ def judge_sampler(raw: dict[str, Any]) -> dict[str, Any]:
         "mends": raw["mends"],
         "as_installed": _as_installed(model, raw["as_installed"], threshold=threshold),
         "level": LEVEL,
+        "power": POWER,
         "tests": tests,
         "threshold": threshold,
         "cases": rows,

@@ -23,6 +23,22 @@ def outcome_word(passed: bool | None) -> str:
     return NOT_DETECTED if passed else DETECTED
 
 
+def judgement(*, differs: bool, weak: str | None, decidable: bool) -> dict[str, Any]:
+    """An arm in a statistical level: passed, the outcome in words, and why nothing can be said, if so.
+
+    Args:
+        differs: a test rejected. weak: why the tests would have missed a difference, if they would.
+        decidable: plain decoding does not differ from itself.
+    """
+    if not decidable:
+        passed, why = None, NULL_FAILED
+    elif differs:
+        passed, why = False, None  # weakness never excuses a difference that was found
+    else:
+        passed, why = (None, weak) if weak else (True, None)
+    return {"passed": passed, "outcome": outcome_word(passed), "why": why}
+
+
 def combined(outcomes: Sequence[bool | None]) -> bool | None:
     """False where one failed, else None where one is undecided or was not run (or there is none)."""
     if False in outcomes:

@@ -18,6 +18,7 @@ import aiohttp
 from eyas.eval.openloop.metrics import Snapshot, read_metrics
 from eyas.eval.openloop.records import LoadRequest
 from eyas.eval.openloop.stream import DONE, BadStream, Chunk, EventReader, Summary, excerpt, read_event
+from eyas.eval.workload import Request
 
 SHORT_SECONDS = 30.0
 """For questions to the server that are not completions."""
@@ -86,7 +87,7 @@ class Client:
         Args:
             timeout_s: for the whole answer.
             clock: seconds since the cell began.
-            progress: called whenever anything arrives.
+            progress: called with every event of the answer; comments that keep a connection open are none.
         """
         body = completion_body(self._name, prompt, index=record.index, sampling=sampling)
         try:
@@ -113,8 +114,8 @@ class Client:
                 raise BadStream(f"HTTP {response.status}: {excerpt(await response.content.read(1000))}")
             async for data in response.content.iter_any():
                 now = clock()
-                progress()
                 for payload in reader.feed(data):
+                    progress()
                     if payload == DONE:
                         require_complete(record)
                         return
@@ -139,6 +140,9 @@ class Client:
         """
         async with asyncio.timeout(SHORT_SECONDS), self._http.post(f"{self._url}/reset_prefix_cache") as response:
             response.raise_for_status()
+            # It answers 200 also when it could not: blocks that a request still holds are not emptied.
+            if '"success":false' in (await response.text()).replace(" ", ""):
+                raise OSError("the server did not empty its prefix cache")
 
 
 def open_http() -> aiohttp.ClientSession:
@@ -147,12 +151,13 @@ def open_http() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
 
-def new_record(index: int, prompt_id: str, n_in: int, *, t_scheduled: float, t_released: float) -> LoadRequest:
+def new_record(index: int, request: Request, *, t_scheduled: float, t_released: float) -> LoadRequest:
     """The record of a request of which nothing has come yet."""
     return LoadRequest(
         index=index,
-        prompt_id=prompt_id,
-        n_in=n_in,
+        prompt_id=request.prompt_id,
+        conversation=request.conversation,
+        n_in=len(request.token_ids),
         t_scheduled=t_scheduled,
         t_released=t_released,
         t_sent=None,

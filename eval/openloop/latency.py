@@ -8,8 +8,9 @@ counted beside them, and miss every objective.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from eyas.eval.latency import summarise
+from eyas.eval.latency import summarise_requests
 from eyas.eval.openloop.records import LoadRequest
 
 FORMULAS = {
@@ -56,16 +57,17 @@ def chunk_gaps(request: LoadRequest) -> list[float]:
     return [later - earlier for earlier, later in zip(request.chunk_times, request.chunk_times[1:], strict=False)]
 
 
-def latency_summary(requests: Sequence[LoadRequest]) -> dict[str, dict[str, float] | None]:
-    """Mean, p50, p90 and p99 in seconds of every latency, over the complete answers."""
+def latency_summary(requests: Sequence[LoadRequest]) -> dict[str, dict[str, Any] | None]:
+    """How many, mean, p50, p90 and p99 in seconds of every latency, over the complete answers."""
     complete = answered(requests)
-    per_token = [value for request in complete if (value := time_per_output_token(request)) is not None]
-    return {
-        "ttft": summarise([time_to_first_token(request) for request in complete]),
-        "tpot": summarise(per_token),
-        "e2e": summarise([total_latency(request) for request in complete]),
-        "chunk_gap": summarise([gap for request in complete for gap in chunk_gaps(request)]),
+    independent = len({request.unit for request in complete})
+    values = {
+        "ttft": [time_to_first_token(request) for request in complete],
+        "tpot": [value for request in complete if (value := time_per_output_token(request)) is not None],
+        "e2e": [total_latency(request) for request in complete],
+        "chunk_gap": [gap for request in complete for gap in chunk_gaps(request)],
     }
+    return {name: summarise_requests(each, independent=independent) for name, each in values.items()}
 
 
 def meets(request: LoadRequest, *, slo_ttft_ms: float, slo_tpot_ms: float) -> bool:

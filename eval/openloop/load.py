@@ -41,11 +41,24 @@ class Patience:
 
     Attributes:
         request_s: for one complete answer; then the request has failed.
-        silence_s: without a single byte from the server while answers are due; then the cell has failed.
+        silence_s: without a token to anybody while answers are due; then the cell has failed. Shorter than `request_s`:
+            a server that hangs must not pass for so many requests that failed on their own.
     """
 
     request_s: float
     silence_s: float
+
+    def __post_init__(self) -> None:
+        assert 0 < self.silence_s < self.request_s, "a silent server is given up before its requests are"
+
+
+SILENCE_SECONDS = 120.0
+"""Longest silence of a server that is to be believed alive: the prefill of a long prompt on a slow machine."""
+
+
+def patience_of(timeout_s: float) -> Patience:
+    """Requests are waited for as long as an engine process is; a silent server at most a quarter of that."""
+    return Patience(request_s=timeout_s, silence_s=min(SILENCE_SECONDS, timeout_s / 4))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +136,7 @@ async def _prepare(
     short = replace(sampling, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens))
     clock = seconds_since(time.perf_counter())
     records = [
-        new_record(index, "warm-up", len(prompt), t_scheduled=0.0, t_released=0.0)
+        new_record(index, Request("", "warm-up", prompt), t_scheduled=0.0, t_released=0.0)
         for index, prompt in enumerate(warmup)
     ]
     asked = [
@@ -207,13 +220,7 @@ class _Run:
         async with asyncio.TaskGroup() as group:
             for index, (request, t_scheduled) in enumerate(timetable):
                 await asyncio.sleep(max(0.0, t_scheduled - self.clock()))
-                record = new_record(
-                    index,
-                    request.prompt_id,
-                    len(request.token_ids),
-                    t_scheduled=t_scheduled,
-                    t_released=self.clock(),
-                )
+                record = new_record(index, request, t_scheduled=t_scheduled, t_released=self.clock())
                 self.records.append(record)
                 group.create_task(self._serve(record, request.token_ids))
 

@@ -12,7 +12,7 @@ from eyas.eval.openloop.arrivals import require_rates
 from eyas.eval.openloop.client import Sampling
 from eyas.eval.openloop.load import Patience
 from eyas.eval.openloop.records import cell_path, holds
-from eyas.eval.openloop.server import ServedEngine
+from eyas.eval.serve_options import ServedEngine
 from eyas.eval.workload import Request
 from eyas.heads.files import fingerprint
 
@@ -22,6 +22,7 @@ class LoadPlan:
     """What every start of every arm does.
 
     Attributes:
+        session: id of the session; cells of another one are measured again.
         engine: without a `speculative_config`: the arms bring theirs.
         requests: unique prompts, served once at each rate, in this order and at the same times in every arm.
         warmup: prompts answered all at once before each cell; they belong to none, and may repeat one.
@@ -30,6 +31,7 @@ class LoadPlan:
         max_connections: requests that the client has under way at once; later ones wait, and their records say so.
     """
 
+    session: str
     engine: ServedEngine
     requests: list[Request]
     warmup: list[list[int]]

@@ -18,6 +18,7 @@ from eyas.eval.distributions import student_quantile
 from eyas.eval.openloop.latency import answered, time_per_output_token, time_to_first_token, total_latency
 from eyas.eval.openloop.rates import steady_window
 from eyas.eval.openloop.records import LoadCell
+from eyas.eval.records import AR
 
 LEVEL = 0.95
 
@@ -56,6 +57,35 @@ METRICS: dict[str, Callable[[LoadCell], float]] = {
     "e2e": _mean_e2e,
     "throughput": tokens_per_second,
 }
+
+
+def compare_with(baseline: Sequence[LoadCell], cells: Sequence[LoadCell], *, void: str | None) -> dict[str, Any]:
+    """Ratios of an arm to plain decoding at one rate (`ratio_to_ar`), or why there are none (`no_ratio`).
+
+    Plain decoding itself has neither. Failed requests have no latency, and they are the slow ones: a mean over the others
+    would flatter whichever arm lost them.
+
+    Args:
+        void: why the arm's engines are not comparable with those of plain decoding; None when they are.
+    """
+    if cells[0].arm == AR:
+        return {"ratio_to_ar": None, "no_ratio": None}
+    lost = [words for each in (baseline, cells) if (words := _lost(each))]
+    if void is not None:
+        why = void
+    elif not baseline:
+        why = "plain decoding has no result at this rate"
+    elif lost:
+        why = " and ".join(lost)
+    else:
+        return {"ratio_to_ar": ratios_to(baseline, cells), "no_ratio": None}
+    return {"ratio_to_ar": None, "no_ratio": why}
+
+
+def _lost(cells: Sequence[LoadCell]) -> str | None:
+    requests = [request for cell in cells for request in cell.requests]
+    failed = len(requests) - len(answered(requests))
+    return f"{failed} of {len(requests)} requests of {cells[0].arm} failed" if failed else None
 
 
 def ratios_to(baseline: Sequence[LoadCell], treated: Sequence[LoadCell]) -> dict[str, dict[str, Any] | None]:

@@ -27,6 +27,7 @@ class LoadRequest:
     """One request. Filled in while it is under way; nothing of it is dropped when it fails.
 
     Attributes:
+        conversation: of which the prompt is a turn; None where it stands alone.
         t_scheduled: when the Poisson process makes it arrive. Latencies are counted from here: time that a slow client
             or a full server makes it wait is time that its user waits.
         t_released: when the client got round to it; later than scheduled by the client's own lag.
@@ -41,6 +42,7 @@ class LoadRequest:
 
     index: int
     prompt_id: str
+    conversation: str | None
     n_in: int
     t_scheduled: float
     t_released: float
@@ -61,6 +63,11 @@ class LoadRequest:
     def n_out(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def unit(self) -> str:
+        """The independent witness that this request is part of: its conversation, or the prompt itself."""
+        return self.prompt_id if self.conversation is None else self.conversation
+
 
 class Sample(NamedTuple):
     """Gauges of /metrics at one moment: requests in the batch, requests waiting, share of the KV cache in use."""
@@ -76,6 +83,7 @@ class LoadCell:
     """One measured rate of one start.
 
     Attributes:
+        session: id of the session that measured it.
         fingerprint: of everything that shaped it; a cell of another plan is measured again.
         seconds: from the beginning to the end of the last request.
         counters: what the server counted in between.
@@ -85,6 +93,7 @@ class LoadCell:
         load_average: of the machine, before the cell.
     """
 
+    session: str
     fingerprint: str
     arm: str
     kind: Kind
@@ -110,6 +119,7 @@ class LoadCell:
 class FailedCell:
     """A rate that has no result in one start of an arm, and why."""
 
+    session: str
     arm: str
     kind: Kind
     start: int
@@ -170,17 +180,50 @@ def holds(path: Path, fingerprint: str) -> bool:
         return False
 
 
-def read_cells(directory: Path) -> list[LoadCell]:
-    """All complete cells of an open-loop directory, start after start, by rising rate."""
-    cells = [read_cell(path) for path in sorted(directory.glob("*/rate-*.jsonl"))]
+def read_cells(directory: Path, *, session: str) -> list[LoadCell]:
+    """All complete cells of an open-loop directory, start after start, by rising rate.
+
+    Raises:
+        ValueError: a file is broken, or of another session; names it.
+    """
+    cells = []
+    for path in sorted(directory.glob("*/rate-*.jsonl")):
+        cells.append(read_cell(path))
+        require_session(path, found=cells[-1].session, session=session)
     return sorted(cells, key=lambda cell: (cell.start, cell.rate))
 
 
-def read_failed(directory: Path) -> list[FailedCell]:
-    """All cells without a result, in the same order."""
-    raw = [read_json(path) for path in sorted(directory.glob(f"*/rate-*{FAILED}"))]
-    failed = [FailedCell(**{field.name: cell[field.name] for field in fields(FailedCell)}) for cell in raw]
+def read_failed(directory: Path, *, session: str) -> list[FailedCell]:
+    """All cells without a result, in the same order; raises as `read_cells` does."""
+    failed = []
+    for path in sorted(directory.glob(f"*/rate-*{FAILED}")):
+        raw = read_of_session(path, session=session)
+        failed.append(FailedCell(**{field.name: raw[field.name] for field in fields(FailedCell)}))
     return sorted(failed, key=lambda cell: (cell.start, cell.rate))
+
+
+def read_of_session(path: Path, *, session: str) -> dict[str, Any]:
+    """A JSON file of the open loop that names its session.
+
+    Raises:
+        ValueError: it is of another session, or names none; names the file.
+    """
+    raw = read_json(path)
+    require_session(path, found=raw.get("session"), session=session)
+    return raw
+
+
+def require_session(path: Path, *, found: str | None, session: str) -> None:
+    """Refuse a file of another session: its machine, prompts and settings may be others.
+
+    Raises:
+        ValueError: names the file and both sessions.
+    """
+    if found != session:
+        raise ValueError(
+            f"{path} is of session {found or 'unknown'}, the score of {session}; a report describes one session only, so move "
+            "the file away, or score again"
+        )
 
 
 def realised_rate(times: Sequence[float]) -> float | None:

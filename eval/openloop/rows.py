@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eyas.eval.configs import void_by_arm
-from eyas.eval.latency import summarise
-from eyas.eval.openloop.differences import server_differences
+from eyas.eval.latency import summarise, summarise_requests
+from eyas.eval.openloop.differences import read_servers, void_servers
 from eyas.eval.openloop.latency import answered, latency_summary, meets
 from eyas.eval.openloop.rates import Backlog, judge_backlog, steady_window
-from eyas.eval.openloop.ratios import ratios_to, tokens_per_second
+from eyas.eval.openloop.ratios import compare_with, tokens_per_second
 from eyas.eval.openloop.records import (
     PLAN,
     FailedCell,
@@ -20,10 +19,10 @@ from eyas.eval.openloop.records import (
     LoadRequest,
     read_cells,
     read_failed,
+    read_of_session,
     realised_rate,
 )
 from eyas.eval.records import AR, KINDS, Kind, is_synthetic, longest_draft
-from eyas.heads.files import read_json
 
 CLIENT_LIMIT, CLIENT_FLOOR_S = 0.1, 0.002
 """A client is too slow when its timers are late, at their p99, by more than this share of the median TTFT, or by more
@@ -32,21 +31,24 @@ than this many seconds if that is longer (timers are no better)."""
 CLIENT_RULE = "The client is too slow to be believed when the p99 of its timers' delay is above 10 % of the median TTFT and above 2 ms."
 
 
-def open_loop_rows(directory: Path) -> list[dict[str, Any]]:
+def open_loop_rows(directory: Path, *, session: str) -> list[dict[str, Any]]:
     """One row per rate and arm, by rising rate, AR first; none without an open loop in `directory`.
 
     Cells that failed are listed in the row of their rate and arm (`failed_cells`), also when it has no other cell. `void`
     says why an arm is not comparable with plain decoding; None when it is.
 
+    Args:
+        directory: the open loop's, of a score.
+        session: id of the score.
+
     Raises:
-        ValueError: a record is broken; names the file.
+        ValueError: a record is broken or of another session; names the file.
     """
     if not (directory / PLAN).is_file():
         return []
-    plan = read_json(directory / PLAN)
-    objectives = {name: float(plan[name]) for name in ("slo_ttft_ms", "slo_tpot_ms")}
-    cells, failed = read_cells(directory), read_failed(directory)
-    void = void_by_arm(server_differences(directory), arms=list(dict.fromkeys(cell.arm for cell in cells)))
+    plan = read_of_session(directory / PLAN, session=session)
+    cells, failed = read_cells(directory, session=session), read_failed(directory, session=session)
+    void = void_servers(read_servers(directory, session=session), cells)
     rows = []
     for rate in sorted({cell.rate for cell in [*cells, *failed]}):
         here = [cell for cell in cells if cell.rate == rate]
@@ -56,7 +58,8 @@ def open_loop_rows(directory: Path) -> list[dict[str, Any]]:
             own = [cell for cell in here if cell.arm == arm]
             row: dict[str, Any] = {"rate": rate, "arm": arm, "kind": kind, "void": void.get(arm)}
             row["failed_cells"] = [{"start": cell.start, "reason": cell.reason} for cell in lost if cell.arm == arm]
-            rows.append(row | (_row(own, baseline, objectives) if own else _empty(plan)))
+            row |= _row(own, plan) | compare_with(baseline, own, void=void.get(arm)) if own else _empty(plan)
+            rows.append(row)
     return rows
 
 
@@ -72,13 +75,15 @@ def _empty(plan: Mapping[str, Any]) -> dict[str, Any]:
     return {"dataset": names, "temperature": plan["sampling"]["temperature"], "starts": 0, "load": None}
 
 
-def _row(cells: Sequence[LoadCell], baseline: Sequence[LoadCell], objectives: Mapping[str, float]) -> dict[str, Any]:
-    """All results of one rate of one arm."""
+def _row(cells: Sequence[LoadCell], plan: Mapping[str, Any]) -> dict[str, Any]:
+    """All results of one rate of one arm but its comparison with plain decoding."""
     requests = [request for cell in cells for request in cell.requests]
     backlog, latency = judge_backlog(cells), latency_summary(requests)
     return {
         **_identity(cells[0]),
         "starts": len(cells),
+        "wanted": plan["wanted"],
+        "prompts": len({request.unit for request in requests}),
         "requests": len(requests),
         "answered": len(answered(requests)),
         "failures": dict(Counter(request.failure for request in requests if request.failure is not None)),
@@ -89,7 +94,7 @@ def _row(cells: Sequence[LoadCell], baseline: Sequence[LoadCell], objectives: Ma
         "tokens_per_second_by_start": [tokens_per_second(cell) for cell in cells],
         "makespan": _mean([cell.seconds for cell in cells]),
         **latency,
-        "goodput": goodput(cells, slo_ttft_ms=objectives["slo_ttft_ms"], slo_tpot_ms=objectives["slo_tpot_ms"]),
+        "goodput": goodput(cells, slo_ttft_ms=float(plan["slo_ttft_ms"]), slo_tpot_ms=float(plan["slo_tpot_ms"])),
         "queueing": _queueing(cells, requests),
         "running": _running(cells),
         "client": client_check(cells, median_ttft=latency["ttft"]["p50"] if latency["ttft"] else None),
@@ -97,7 +102,6 @@ def _row(cells: Sequence[LoadCell], baseline: Sequence[LoadCell], objectives: Ma
         "preemptions": sum(cell.counters["preemptions"] for cell in cells),
         "load_average_before": [cell.load_average for cell in cells],
         **_answers(answered(requests)),
-        "ratio_to_ar": ratios_to(baseline, cells) if baseline and cells[0].arm != AR else None,
     }
 
 
@@ -158,12 +162,15 @@ def goodput(cells: Sequence[LoadCell], *, slo_ttft_ms: float, slo_tpot_ms: float
 
 def _queueing(cells: Sequence[LoadCell], requests: Sequence[LoadRequest]) -> dict[str, Any]:
     """Where requests waited: in the client's timers, for a connection, in the engine's queue; and how many waited there."""
-    sent = [(request.t_sent, request) for request in requests if request.t_sent is not None]
+    independent = len({request.unit for request in requests})
+    waits = {
+        "client_lag": [request.t_released - request.t_scheduled for request in requests],
+        "connection_wait": [r.t_sent - r.t_released for r in requests if r.t_sent is not None],
+        "server_queue": [r.queue_seconds for r in requests if r.queue_seconds is not None],
+    }
     waiting = [sample.waiting for cell in cells for sample in cell.samples]
     return {
-        "client_lag": summarise([request.t_released - request.t_scheduled for request in requests]),
-        "connection_wait": summarise([t_sent - request.t_released for t_sent, request in sent]),
-        "server_queue": summarise([r.queue_seconds for r in requests if r.queue_seconds is not None]),
+        **{name: summarise_requests(each, independent=independent) for name, each in waits.items()},
         "waiting": summarise(waiting),
         "waiting_max": max(waiting, default=None),
     }
@@ -215,7 +222,7 @@ def acceptance(cells: Sequence[LoadCell]) -> dict[str, Any] | None:
         "generation_tokens": sum(request.n_out for request in requests),
     }
     return {
-        "tau_step_weighted": 1 + counted["num_accepted_tokens"] / drafts,
+        "tau_engine": 1 + counted["num_accepted_tokens"] / drafts,
         "draft_acceptance_rate": counted["num_accepted_tokens"] / max(counted["num_draft_tokens"], 1),
         "marginal_by_position": [count / drafts for count in by_position],
         "counters": counted,

@@ -28,7 +28,6 @@ from eyas.eval.openloop.records import (
 )
 from eyas.eval.openloop.server import (
     Command,
-    ServedEngine,
     Server,
     ServerFailed,
     ServerNotReady,
@@ -36,11 +35,10 @@ from eyas.eval.openloop.server import (
     serve_command,
     server_environment,
     serving,
+    told_environment,
 )
+from eyas.eval.serve_options import ServedEngine
 from eyas.heads.files import write_json
-
-READY_SECONDS = 900.0
-"""A compiled engine of a large target takes minutes to start."""
 
 FAILURES_IN_A_ROW = 2
 """After so many cells lost on fresh servers the rest of a start is given up: each would cost a time limit."""
@@ -60,10 +58,11 @@ def run_open_loop(
     plan: LoadPlan,
     arms: Sequence[Arm],
     starts_per_arm: int,
+    wanted: int,
     slo_ttft_ms: float,
     slo_tpot_ms: float,
     environment: Mapping[str, str],
-    ready_timeout_s: float = READY_SECONDS,
+    ready_timeout_s: float,
     relay: Callable[[str], None] = relay_to_stdout,
     serve: Serve = serve_vllm,
 ) -> None:
@@ -76,6 +75,7 @@ def run_open_loop(
             configuration.
         arms: plain decoding and the others. One that is slowed down on purpose is left out: a server cannot be.
         starts_per_arm: fresh servers per arm.
+        wanted: requests asked for at each rate; the plan has fewer where there are no more prompts.
         slo_ttft_ms, slo_tpot_ms: what a request must meet to count for goodput; they may change without measuring again.
         environment: of an engine process (`eyas.heads.serving.engine_environment`).
         ready_timeout_s: for a server to load.
@@ -87,7 +87,7 @@ def run_open_loop(
     """
     plan.check()
     served = [arm for arm in arms if not arm.slowed_by]
-    objectives = {"slo_ttft_ms": slo_ttft_ms, "slo_tpot_ms": slo_tpot_ms}
+    objectives = {"wanted": wanted, "slo_ttft_ms": slo_ttft_ms, "slo_tpot_ms": slo_tpot_ms}
     write_json(directory / PLAN, plan.to_json() | objectives | {"arms": [arm.name for arm in served]})
     starts = list(plan_starts(directory, plan, arms=served, starts_per_arm=starts_per_arm))
     _remove_other_files(directory, starts)
@@ -168,11 +168,13 @@ class _Runner:
         """Keep the command that started the server and what it resolved its settings to."""
         arm = self.start.arm
         description = {
+            "session": self.start.plan.session,
             "arm": arm.name,
             "kind": arm.kind,
             "start": self.start.number,
             "speculative_config": arm.speculative_config,
             "command": self.command(0, "NAME"),
+            "environment": told_environment(self.environment),
             "settings": server.settings(),
         }
         write_json(path, description)
@@ -208,7 +210,8 @@ class _Runner:
         )
 
     def _fail(self, rate: float, *, reason: str, tail: list[str]) -> None:
-        failed = FailedCell(self.start.arm.name, self.start.arm.kind, self.start.number, rate, reason, tail)
+        arm, session = self.start.arm, self.start.plan.session
+        failed = FailedCell(session, arm.name, arm.kind, self.start.number, rate, reason, tail)
         write_json(failure_path(self.start.cells()[rate]), asdict(failed))
         self.relay(f"{self._label(rate)}  failed: {reason}\n")
 
@@ -219,6 +222,7 @@ class _Runner:
 def _cell(start: LoadStart, measured: Measured, *, rate: float, load_average: float) -> LoadCell:
     plan = start.plan
     return LoadCell(
+        session=plan.session,
         fingerprint=start.fingerprint(rate),
         arm=start.arm.name,
         kind=start.arm.kind,

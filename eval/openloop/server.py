@@ -19,11 +19,12 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from eyas.eval.machine import ENVIRONMENT_PREFIXES, LEFT_OUT
 from eyas.eval.openloop import supervisor
+from eyas.eval.serve_options import ServedEngine, engine_options
 from eyas.heads.serving import on_cpu
 
 HOST = "127.0.0.1"
@@ -34,11 +35,16 @@ INFO_SECONDS = 60.0
 MACHINE_FACTS = (
     "os",
     "python_version",
+    "vllm_version",
     "torch_version",
     "cuda_runtime_version",
     "nvidia_driver_version",
     "nvidia_gpu_models",
+    "pip_packages",
 )
+PROCESSOR_FACTS = {"cpu": "Model name", "cpu_count": "CPU(s)"}
+"""Names of facts about the processor, and of the lines of `lscpu` that hold them."""
+
 LOG_TAIL_LINES = 30
 TAKEN = ("address already in use", "errno 98")
 
@@ -54,59 +60,21 @@ class ServerNotReady(ServerFailed):
     """The same before anything was measured."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServedEngine:
-    """The engine behind a server. Arms differ in `speculative_config` only.
-
-    Attributes:
-        max_num_seqs: requests the engine runs at once; later ones wait inside the server.
-        prefix_caching: when on, the cache is emptied before every measurement.
-    """
-
-    target_dir: str
-    trust_remote_code: bool
-    dtype: str
-    max_model_len: int
-    max_num_seqs: int
-    seed: int
-    enforce_eager: bool
-    prefix_caching: bool
-    speculative_config: dict[str, Any] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 def serve_command(engine: ServedEngine, *, port: int, name: str) -> list[str]:
-    """What starts the server: `vllm serve`, by the module behind it.
+    """What starts the server: `vllm serve`, by the module behind it, with the engine's options and its own.
 
     The CPU wheel's `vllm` command looks for its metadata under the GPU wheel's name and fails, so there the API server's
-    own module is run. Nothing is taken from the target's generation_config.json: every request brings its sampling.
+    own module is run.
     """
     cpu = on_cpu()
     module = "vllm.entrypoints.openai.api_server" if cpu else "vllm.entrypoints.cli.main"
     target = ["--model", engine.target_dir] if cpu else ["serve", engine.target_dir]
-    options = {
-        "--host": HOST,
-        "--port": port,
-        "--served-model-name": name,
-        "--dtype": engine.dtype,
-        "--max-model-len": engine.max_model_len,
-        "--max-num-seqs": engine.max_num_seqs,
-        "--seed": engine.seed,
-        "--generation-config": "vllm",
-        "--uvicorn-log-level": "warning",
-    }
-    switches = ["--enable-per-request-metrics"]
-    switches += ["--enable-prefix-caching" if engine.prefix_caching else "--no-enable-prefix-caching"]
-    switches += ["--enforce-eager"] if engine.enforce_eager else []
-    switches += ["--trust-remote-code"] if engine.trust_remote_code else []
+    own = ["--host", HOST, "--port", str(port), "--served-model-name", name, "--uvicorn-log-level", "warning"]
+    own += ["--enable-per-request-metrics"]
     if engine.speculative_config is not None:
         # vLLM refuses the metrics without a head, so this is the one other argument by which arms differ.
-        options["--speculative-config"] = json.dumps(engine.speculative_config)
-        options["--per-request-spec-decode-metrics"] = "summary"
-    flat = [str(part) for option in options.items() for part in option]
-    return [sys.executable, "-m", module, *target, *flat, *switches]
+        own += ["--per-request-spec-decode-metrics", "summary"]
+    return [sys.executable, "-m", module, *target, *own, *engine_options(engine, on_cpu=cpu)]
 
 
 def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -117,6 +85,15 @@ def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """
     kept = {name: value for name, value in environment.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     return kept | {"VLLM_SERVER_DEV_MODE": "1"}
+
+
+def told_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a server's environment that may change its speed or its answers, without secrets."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith(ENVIRONMENT_PREFIXES) and name not in LEFT_OUT
+    }
 
 
 class Server:
@@ -155,12 +132,19 @@ class Server:
         if answer is None:
             return None
         told = json.loads(answer)
-        machine = told.get("system_env") or {}
         return {
             "engine": told.get("vllm_config"),
             "environment": told.get("vllm_env"),
-            "machine": {name: machine.get(name) for name in MACHINE_FACTS},
+            "machine": machine_facts(told.get("system_env") or {}),
         }
+
+
+def machine_facts(system: Mapping[str, Any]) -> dict[str, Any]:
+    """Versions, GPUs and processor out of what vLLM collects of its machine; what it does not tell is None."""
+    lines = [line.partition(":") for line in (system.get("cpu_info") or "").splitlines()]
+    told = {label.strip(): value.strip() for label, _, value in lines}
+    processor = {name: told.get(label) for name, label in PROCESSOR_FACTS.items()}
+    return {name: system.get(name) for name in MACHINE_FACTS} | processor
 
 
 def _ask(request: urllib.request.Request, *, timeout_s: float) -> bytes | None:
@@ -233,8 +217,8 @@ def _gets_ready(server: Server, *, ready_timeout_s: float) -> bool:
         if server.serves():
             return True
     raise ServerFailed(
-        f"the server was not ready within {ready_timeout_s:g} s; see {server.log_path}, and raise score.timeout_s if it "
-        "was still loading"
+        f"the server was not ready within {ready_timeout_s:g} s (score.timeout_s); see {server.log_path}, and raise the limit "
+        "if it was still loading"
     )
 
 

@@ -13,7 +13,7 @@ from eyas.eval.report.contents import all_sections
 from eyas.eval.report.curves import latency_curves
 from eyas.eval.report.document import Section, markdown
 from eyas.eval.report.page import html_page
-from eyas.eval.results import read_results, reported_cells
+from eyas.eval.results import cells_by_phase, read_results
 from eyas.heads.files import write_json, write_text
 
 TITLE = "Does drafting pay?"
@@ -35,7 +35,8 @@ def build_report(score_dir: Path) -> dict[str, Any]:
 def collect_results(score_dir: Path) -> dict[str, Any]:
     """All numbers of the report, from raw records; nothing is written."""
     results = read_results(score_dir)
-    return results | {"latency_curves": latency_curves(reported_cells(read_starts(score_dir / "starts")))}
+    grid = cells_by_phase(read_starts(score_dir / "starts")).get("grid", {})
+    return results | {"latency_curves": latency_curves(grid)}
 
 
 def build_comparison(first: Path, second: Path, *, out_dir: Path | None) -> dict[str, Any]:

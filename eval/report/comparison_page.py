@@ -37,7 +37,9 @@ def _differences(comparison: dict[str, Any]) -> Section:
         return Section("What differs between the runs", ["Nothing that was recorded."])
     words = (
         "A difference that blocks forbids a claim about speed: ratios measured with another target, engine, machine, decoding, "
-        "protocol or other prompts are not comparable. Head and recipe are what a comparison is about."
+        "protocol or other prompts are not comparable. Head, arms and recipe are what a comparison is about. Nor is anything claimed about a "
+        "cell that may carry no verdict in its own run: synthetic acceptance, a void comparison, too few starts or prompts, outputs "
+        "that differ, loops."
     )
     ordered = sorted(comparison["differences"], key=lambda each: not each["blocks"])
     rows = [
@@ -87,10 +89,11 @@ def _rates(comparison: dict[str, Any]) -> Table:
         values = [*place(cell), cell["arm"], str(cell["batch_size"])]
         values += [number(side["ar_tokens_per_second"], 1) for side in sides]
         values += [number(side["tokens_per_second"], 1) for side in sides]
-        values += [number(side["tau"]) for side in sides]
-        rows.append([*values, *(count(side["requests"]) for side in sides)])
+        for name in ("starts", "prompts", "requests"):
+            values += [count(side[name]) for side in sides]
+        rows.append([*values, *(number(side["tau"]) for side in sides)])
     columns = [*PLACE, "arm", "batch size"]
-    for name in ("AR tok/s", "tok/s", "tau", "requests"):
+    for name in ("AR tok/s", "tok/s", "starts", "prompts", "requests", "tau"):
         columns += [f"{name}, first", f"{name}, second"]
     return table(
         columns, rows, text_columns=3, caption="Absolute numbers: not compared, the machine's state is in them"

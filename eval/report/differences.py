@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from eyas.eval.configs import LEFTOVERS, MACHINE
+from eyas.eval.prompts import FIXED_LENGTH
 from eyas.eval.records import AR
 from eyas.eval.report.sections.identity import leaves
 
 BLOCKING = ("target", "engine", "machine", "decoding", "protocol", "prompts")
-"""Kinds that forbid a claim; head and recipe are what a comparison is about."""
+"""Kinds that forbid a claim; head, arms and recipe are what a comparison is about."""
 
 DECODING = (
     "max_tokens",
@@ -21,7 +23,8 @@ DECODING = (
     "prefix_caching",
 )
 PROTOCOL = ("protocol", "blocks")
-MACHINE = ("cpu", "cpu_count", "gpus", "torch_threads", "environment")
+ENGINE_FACTS = ("packages", "vllm_commit")
+"""Facts of the machine that are facts of the engine."""
 # Where the files lie and how many blocks were left over: not what the engine does.
 PLACES = (
     "model_config.model",
@@ -44,11 +47,12 @@ def run_differences(first: dict[str, Any], second: dict[str, Any]) -> list[dict[
 
 
 def blocking_reasons(differences: list[dict[str, Any]], *, dataset: str) -> list[str]:
-    """The kinds of difference that forbid a claim about cells of `dataset`."""
+    """The kinds of difference that forbid a claim about cells of `dataset`, which may carry the label of fixed length."""
+    prompts = dataset.removesuffix(FIXED_LENGTH)
     kinds = [
         each["kind"]
         for each in differences
-        if each["blocks"] and (each["kind"] != "prompts" or each["setting"] == dataset)
+        if each["blocks"] and (each["kind"] != "prompts" or each["setting"] == prompts)
     ]
     return [kind for kind in BLOCKING if kind in kinds]
 
@@ -63,11 +67,20 @@ def _settings(results: dict[str, Any]) -> dict[tuple[str, str], str | None]:
     settings |= {("target", "fingerprint"): str((context.get("target") or {}).get("fingerprint"))}
     settings |= {("decoding", name): str(protocol.get(name)) for name in DECODING}
     settings |= {("protocol", name): str(protocol.get(name)) for name in PROTOCOL}
-    settings |= {("machine", name): value for part in MACHINE for name, value in leaves(machine.get(part), prefix=part)}
-    settings |= {("engine", f"package {name}"): version for name, version in machine["packages"].items()}
+    for part in MACHINE:
+        kind = "engine" if part in ENGINE_FACTS else "machine"
+        found = leaves(machine.get(part), prefix=part)
+        settings |= {(kind, name): value for name, value in found if f"machine.{name}" not in LEFTOVERS}
     settings |= {
-        ("engine", name): value for name, value in leaves(engine, prefix="") if name not in (*PLACES, *CAPACITY)
+        ("engine", name): value
+        for name, value in leaves(engine, prefix="")
+        if name not in (*PLACES, *CAPACITY, *LEFTOVERS)
     }
     settings |= {("capacity", name): value for name, value in leaves(engine, prefix="") if name in CAPACITY}
+    settings |= {("engine", "mended in its process"): "; ".join(results["mends"])}
+    for arm, told in results["arms"].items():
+        asked = told["speculative_config"] or {}
+        settings |= {("arm", f"{arm}.{name}"): str(value) for name, value in asked.items() if name != "model"}
     settings |= {("head", "directory"): str(context.get("head"))}
+    settings |= {("head", "fingerprint"): str((context.get("head_files") or {}).get("fingerprint"))}
     return settings | {("recipe", name): value for name, value in leaves(context.get("recipe"), prefix="")}

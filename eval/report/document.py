@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 NOT_MEASURED = "Not measured in this session."
 TALL = 16
 """A table with more rows scrolls in a box of its own on a screen; print and Markdown show all of it."""
+WIDE = 9
+"""A table with more columns is printed smaller."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,10 @@ class Table:
     @property
     def tall(self) -> bool:
         return len(self.rows) > TALL
+
+    @property
+    def wide(self) -> bool:
+        return len(self.columns) > WIDE
 
     def markdown(self) -> str:
         rule = ["---:" if number else "---" for number in self.numeric]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from eyas.eval.records import AR
+from eyas.eval.records import AR, AR_TWIN, Phase
 
 MAIN_DATASET = "heldout"
-DATASET_NAMES = {"heldout": "held-out chat", "humaneval": "HumanEval"}
+DATASET_NAMES = {"heldout": "held-out chat", "humaneval": "HumanEval", "mix": "mix of all"}
 KINDS = {"ar": "plain decoding", "head": "draft head", "other": "other drafting", "schedule": "schedule of k"}
 
 
@@ -17,8 +17,8 @@ def dataset_name(dataset: str) -> str:
 
 
 def drafting_arms(results: dict[str, Any]) -> list[str]:
-    """Every arm but AR, in the order of the results."""
-    return [arm for arm in results["arms"] if arm != AR]
+    """Every arm but AR and its twin (the null of a session side by side), in the order of the results."""
+    return [arm for arm in results["arms"] if arm not in (AR, AR_TWIN)]
 
 
 def is_control(results: dict[str, Any], arm: str) -> bool:
@@ -45,6 +45,17 @@ def groups(rows: Iterable[dict[str, Any]]) -> list[tuple[str, float]]:
 
 def group_name(dataset: str, temperature: float) -> str:
     return f"{dataset_name(dataset)}, temperature {temperature:g}"
+
+
+def of_phase(rows: Iterable[dict[str, Any]], phase: Phase) -> list[dict[str, Any]]:
+    """The rows of one phase: absolute numbers of two phases do not stand beside each other."""
+    return [row for row in rows if row["phase"] == phase]
+
+
+def by_phase(rows: Sequence[dict[str, Any]], caption: str) -> list[tuple[list[dict[str, Any]], str]]:
+    """The rows of each phase and a caption that tells the schedule's; the grid comes first, and alone needs no word."""
+    later = of_phase(rows, "schedule")
+    return [(of_phase(rows, "grid"), caption)] + ([(later, f"{caption}: phase of the schedule")] if later else [])
 
 
 def of_group(rows: Iterable[dict[str, Any]], group: tuple[str, float]) -> list[dict[str, Any]]:

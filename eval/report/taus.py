@@ -6,7 +6,7 @@ from typing import Any
 
 
 def tau_of(results: dict[str, Any], cell: dict[str, Any]) -> float | None:
-    """Step-weighted tau of a cell's arm in that cell, or None where nothing was drafted."""
+    """Tau of a cell's arm in that cell, within the answer, or None where nothing was drafted."""
     key = ("dataset", "temperature", "batch_size", "arm")
     rows = results.get("acceptance_cells") or []
-    return next((row["tau_step_weighted"] for row in rows if all(row[name] == cell[name] for name in key)), None)
+    return next((row["tau"] for row in rows if all(row[name] == cell[name] for name in key)), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from eyas.eval.records import AR
 from eyas.eval.report.names import (
     arm_label,
     batch_sizes,
@@ -13,6 +14,7 @@ from eyas.eval.report.names import (
     groups,
     is_control,
     of_group,
+    of_phase,
     size_list,
 )
 from eyas.eval.report.values import listing, times
@@ -145,10 +147,24 @@ def _where(found: Sequence[Row], tested: Sequence[Row]) -> str:
 
 
 def best_k_sentence(results: dict[str, Any]) -> str:
-    """The best measured arm per batch size of the first group, by the point estimate."""
+    """The fastest measured arm per batch size of the first group by the point estimate, and whether it is told from AR."""
     rows = results["best_k"]
     if not rows:
         return "No fastest arm: nothing was measured."
     group = groups(rows)[0]
-    parts = [f"{arm_label(results, row['arm'])} at {row['batch_size']}" for row in of_group(rows, group)]
-    return f"Fastest measured arm by batch size, {group_name(*group)}: {', '.join(parts)}."
+    parts = [
+        f"{arm_label(results, row['arm'])} at {row['batch_size']}{_doubt(results, row)}"
+        for row in of_group(rows, group)
+    ]
+    return f"Highest point estimate by batch size, {group_name(*group)}: {', '.join(parts)}."
+
+
+def _doubt(results: dict[str, Any], row: Row) -> str:
+    """The largest of several noisy numbers is the fastest arm only where its difference from AR is beyond chance."""
+    cells = of_phase(of_group(results["cells"], (row["dataset"], row["temperature"])), "grid")
+    here = [c for c in cells if c["batch_size"] == row["batch_size"] and not is_control(results, c["arm"])]
+    if row["arm"] == AR:
+        close = [arm_label(results, cell["arm"]) for cell in here if cell["direction"] != "slower"]
+        return f" (not distinguishable from {listing(close)})" if close else ""
+    judged = any(cell["arm"] == row["arm"] and cell["direction"] == "faster" for cell in here)
+    return "" if judged else " (not distinguishable from AR)"

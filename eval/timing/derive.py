@@ -15,6 +15,9 @@ import numpy as np
 
 PLACE = ("dataset", "temperature", "batch_size", "arm")
 
+MAX_DIFFERENCE = 0.10
+"""Share of a step by which split and derivation may differ: about as much as starts of a process do on a CPU."""
+
 
 def derived_rows(step_times: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Per cell and arm that drafts: what the medians of `step_time_rows` imply.
@@ -82,7 +85,8 @@ def check_split(split: Sequence[Mapping[str, Any]], derived: Sequence[Mapping[st
 
     Returns:
         Rows with extra_by_part (seconds: draft, verify, sample, overhead), extra_split (their sum), extra_derived,
-        difference (split - derived) and its share of the arm's step time, and verify over its proxy.
+        difference (split - derived), its share of the arm's step time, whether they agree (that share is at most
+        `MAX_DIFFERENCE`), and verify over its proxy.
     """
     parts = {tuple(row[name] for name in PLACE): row for row in split if row["not_measured"] is None}
     plain = {key[:3]: row for key, row in parts.items() if row["kind"] == "ar"}
@@ -94,6 +98,7 @@ def check_split(split: Sequence[Mapping[str, Any]], derived: Sequence[Mapping[st
         drafted, ar = parts[place]["mean"], plain[place[:3]]["mean"]
         by_part = {name: drafted[name] - ar[name] for name in ("draft", "verify", "sample", "overhead")}
         extra, proxy = sum(by_part.values()), derivation["verify_proxy_seconds"]
+        share = (extra - derivation["extra_seconds"]) / derivation["seconds"]
         rows.append(
             dict(zip(PLACE, place, strict=True))
             | {
@@ -101,7 +106,8 @@ def check_split(split: Sequence[Mapping[str, Any]], derived: Sequence[Mapping[st
                 "extra_split": extra,
                 "extra_derived": derivation["extra_seconds"],
                 "difference": extra - derivation["extra_seconds"],
-                "difference_share": (extra - derivation["extra_seconds"]) / derivation["seconds"],
+                "difference_share": share,
+                "agrees": abs(share) <= MAX_DIFFERENCE,
                 "verify_over_proxy": None if proxy is None else (drafted["step"] - drafted["draft"]) / proxy,
             }
         )

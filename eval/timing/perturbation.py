@@ -18,6 +18,8 @@ from eyas.eval.timing.steps import pure_decode_steps
 
 LEVEL = 0.95
 MIN_FOURS = 5
+MAX_PERTURBATION = 0.03
+"""Share of a step that the instruments may add, or take away, for its parts to be those of an undisturbed step."""
 
 
 def perturbation(blocks: Sequence[Mapping[str, Any]], *, running: int, step_seconds: float) -> dict[str, Any]:
@@ -29,7 +31,8 @@ def perturbation(blocks: Sequence[Mapping[str, Any]], *, running: int, step_seco
 
     Returns:
         perturbation and its 95 % perturbation_interval, None with fewer than `MIN_FOURS` whole fours; their number,
-        perturbation_fours; clock_share, the clock's own cost.
+        perturbation_fours; clock_share, the clock's own cost; undisturbed: True when the whole interval lies within
+        `MAX_PERTURBATION` of 0, False when the perturbation exceeds it beyond chance, None when that is not settled.
     """
     ratios = [ratio for block in blocks for ratio in _log_ratios(block["steps"], running=running)]
     reports = [block["timing"]["report"] for block in blocks]
@@ -38,11 +41,23 @@ def perturbation(blocks: Sequence[Mapping[str, Any]], *, running: int, step_seco
     timed_steps = sum(len(report["steps"]) for report in reports)
     facts = {"perturbation_fours": len(ratios), "clock_share": cost / timed_steps / step_seconds if calls else 0.0}
     if len(ratios) < MIN_FOURS:
-        return facts | {"perturbation": None, "perturbation_interval": None}
+        return facts | {"perturbation": None, "perturbation_interval": None, "undisturbed": None}
     middle = fmean(ratios)
     reach = NormalDist().inv_cdf((1 + LEVEL) / 2) * stdev(ratios) / math.sqrt(len(ratios))
     interval = [math.expm1(middle - reach), math.expm1(middle + reach)]
-    return facts | {"perturbation": math.expm1(middle), "perturbation_interval": interval}
+    share = math.expm1(middle)
+    return facts | {
+        "perturbation": share,
+        "perturbation_interval": interval,
+        "undisturbed": _undisturbed(share, low=interval[0], high=interval[1]),
+    }
+
+
+def _undisturbed(share: float, *, low: float, high: float) -> bool | None:
+    if max(-low, high) <= MAX_PERTURBATION:
+        return True
+    beyond_chance = low > 0 or high < 0
+    return False if beyond_chance and abs(share) > MAX_PERTURBATION else None
 
 
 def _log_ratios(steps: Sequence[Sequence[Any]], *, running: int) -> list[float]:

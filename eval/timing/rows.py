@@ -26,9 +26,18 @@ OVERHEAD = ("schedule", "runner", "rest")
 """What counts as overhead where it is told apart; `rest` is the engine's own work, and on a GPU all of the overhead."""
 
 
-def timing_results(directory: Path, cells: Cells, arms: Mapping[str, ArmFacts]) -> dict[str, Any]:
-    """All that results.json holds about the time of steps. `directory`: the raw records of instrumented starts."""
-    step_times, split = step_time_rows(cells, arms), time_split_rows(directory)
+def timing_results(directory: Path, cells: Cells, arms: Mapping[str, ArmFacts], *, session: str) -> dict[str, Any]:
+    """All that results.json holds about the time of steps.
+
+    Args:
+        directory: of the raw records of instrumented starts.
+        cells, arms: of the measured runs.
+        session: id of the session that these belong to.
+
+    Raises:
+        ValueError: a record is broken, or of another session.
+    """
+    step_times, split = step_time_rows(cells, arms), time_split_rows(directory, session=session)
     derived = derived_rows(step_times)
     return {
         "step_times": step_times,
@@ -47,7 +56,7 @@ def reasons(split: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"not measured: {arm}: {why}" for arm, why in sorted(found)]
 
 
-def time_split_rows(directory: Path) -> list[dict[str, Any]]:
+def time_split_rows(directory: Path, *, session: str) -> list[dict[str, Any]]:
     """Draft / verify / sample / overhead of the pure decode steps at the nominal batch, per cell and arm.
 
     Returns:
@@ -55,15 +64,19 @@ def time_split_rows(directory: Path) -> list[dict[str, Any]]:
         clock; running; steps; drafted_per_request; mean: part -> seconds of draft, verify (in AR: the forward), sample,
         overhead and step, over the middle half of the steps (`TRIM`), so that the parts add up to the step; share: part ->
         share of the step; overhead: its own parts; p50: median seconds of a step; perturbation, with its interval,
-        and clock_share: what instrumenting added (perturbation.py); verify_over_ar_forward and verify_over_ar_step: this
+        clock_share and undisturbed: what instrumenting added (perturbation.py); verify_over_ar_forward and verify_over_ar_step: this
         arm's verification over AR's forward, and over AR's whole step.
     """
-    rows = [row for path in sorted(directory.glob("*.jsonl")) for row in _start_rows(path)]
+    rows = [row for path in sorted(directory.glob("*.jsonl")) for row in _start_rows(path, session=session)]
     return [_beside_ar(row, rows) for row in rows] + _failed_starts(directory)
 
 
-def _start_rows(path: Path) -> list[dict[str, Any]]:
+def _start_rows(path: Path, *, session: str) -> list[dict[str, Any]]:
     description = read_json(path.with_suffix(".json"))
+    if description.get("session") != session:
+        raise ValueError(
+            f"{path} is of session {description.get('session')}, the score of {session}; move it away or score again"
+        )
     identity = {
         "arm": description["arm"],
         "kind": description["kind"],

@@ -1,7 +1,8 @@
 """Step times of the measured runs: pure decode steps at the nominal running batch, per cell and arm.
 
 A step in which some request reads its prompt, or in which the batch has thinned out at the end of a cell, is another
-amount of work; it stays in throughput and latency and is left out here.
+amount of work; it stays in throughput and latency and is left out here. The schedule is left out too: it ran in a phase of
+its own, and its seconds do not compare with those of the grid.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def step_time_rows(cells: Cells, arms: Mapping[str, ArmFacts]) -> list[dict[str,
         _place(key, arm, facts) | _times(by_arm[arm])
         for key, by_arm in cells.items()
         for arm, facts in arms.items()
-        if arm in by_arm
+        if arm in by_arm and facts.kind != "schedule"
     ]
 
 

@@ -9,22 +9,29 @@ from matplotlib.ticker import FixedLocator
 
 from eyas.eval.report.document import Figure
 from eyas.eval.report.figures.canvas import legend_below, style_of, svg
-from eyas.eval.report.names import group_name, groups, of_group
+from eyas.eval.report.names import arm_label, group_name, groups, of_group
 
 
-def chain_figure(rows: list[dict[str, Any]]) -> Figure:
-    """Marginal (filled) and conditional (hollow) acceptance by position of the longest chain, per prompts and temperature.
+def longest_heads(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of the head's longest chain that drafted; other methods and a schedule draft by another law."""
+    heads = [row for row in rows if row["kind"] == "head" and row["marginal"]]
+    longest = max((row["draft_length"] for row in heads), default=0)
+    return [row for row in heads if row["draft_length"] == longest]
+
+
+def chain_figure(results: dict[str, Any], rows: list[dict[str, Any]]) -> Figure:
+    """Marginal (filled) and conditional (hollow) acceptance by position in the chain, a line per prompts, temperature and arm.
 
     Args:
-        rows: of `results["acceptance"]`, at least one.
+        rows: of `results["acceptance"]`, at least one, all with the same draft length.
     """
-    longest = max(row["draft_length"] for row in rows)
-    shown = [row for row in rows if row["draft_length"] == longest and row["marginal"]]
+    longest = rows[0]["draft_length"]
 
     def draw(canvas: Canvas) -> None:
         axes = canvas.add_subplot()
-        for index, row in enumerate(shown):
-            style = style_of(index, group_name(row["dataset"], row["temperature"]))
+        for index, row in enumerate(rows):
+            name = f"{arm_label(results, row['arm'])}, {group_name(row['dataset'], row['temperature'])}"
+            style = style_of(index, name)
             positions = range(1, len(row["marginal"]) + 1)
             axes.plot(positions, row["marginal"], **style.line)
             hollow: dict[str, Any] = {
@@ -44,7 +51,7 @@ def chain_figure(rows: list[dict[str, Any]]) -> Figure:
     text = svg(draw, salt="chain", title="Acceptance by position in the chain")
     return Figure(
         text,
-        f"Acceptance by position, k={longest}. Filled markers: marginal, the share of all steps that accept that far. "
+        f"Acceptance by position in the head's longest chain, k={longest}. Filled markers: marginal, the share of all steps that accept that far. "
         "Hollow, dotted: conditional, among the steps that accepted everything before.",
     )
 

@@ -1,8 +1,8 @@
 """What all figures share: size, colours, markers, axes. The same results give the same bytes: no date, no random ids.
 
 Colours are those of Okabe and Ito (2008), which people with any common colour vision can tell apart; every line also has
-its own marker and dashes, so that a grey print says the same. The canvas is small, so that its text stays readable when a
-phone shrinks it to 320 pixels.
+its own marker and dashes, so that a grey print says the same. The canvas is small and its text large, so that it stays
+readable when a phone shrinks it to 320 pixels.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure as Canvas
@@ -26,8 +27,10 @@ COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1.5, 2)), (0, (9, 2)), (0, (3, 1, 1, 1, 1, 1)))
 INK, GREY = "#222222", "#666666"
-SIZE = (5.0, 3.4)
+SIZE = (5.0, 3.9)
 """Inches of a figure with one panel."""
+FONT = 12
+"""Points of all text; a phone shows them as 11 pixels."""
 
 
 class Style(NamedTuple):
@@ -52,9 +55,9 @@ class Style(NamedTuple):
 
 
 def style_of(index: int, label: str) -> Style:
-    """The style of line number `index` of a figure."""
-    wrapped = index % len(COLOURS)
-    return Style(COLOURS[wrapped], MARKERS[wrapped], DASHES[wrapped], label)
+    """The style of line number `index` of a figure; 36 lines look different, since dashes move on when colours start again."""
+    turn, wrapped = divmod(index, len(COLOURS))
+    return Style(COLOURS[wrapped], MARKERS[wrapped], DASHES[(wrapped + turn) % len(DASHES)], label)
 
 
 def arm_styles(results: dict[str, Any]) -> dict[str, Style]:
@@ -84,8 +87,17 @@ def plain_log_axis(axis: Axis) -> None:
 
 
 def legend_below(canvas: Canvas, handles: Sequence[Any], labels: Sequence[str], *, columns: int = 3) -> None:
-    """One legend for all panels, below them, where it hides no data."""
-    canvas.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)), frameon=False)
+    """One legend for all panels, below them, where it hides no data, in as many columns as its labels leave room for."""
+    room = 72 * canvas.get_figwidth() / FONT
+    fitting = next(
+        number for number in range(min(columns, len(labels)), 0, -1) if _width(labels, number) <= room or number == 1
+    )
+    canvas.legend(handles, labels, loc="outside lower center", ncols=fitting, frameon=False, columnspacing=1.0)
+
+
+def _width(labels: Sequence[str], columns: int) -> float:
+    """About how many font sizes a legend is wide: 0.6 for a letter, 4 for a column's line and gaps."""
+    return sum(0.6 * max(map(len, part)) + 4 for part in np.array_split(np.array(labels, dtype=object), columns))
 
 
 def style_handles(styles: Sequence[Style]) -> list[Line2D]:
@@ -106,9 +118,9 @@ def svg(draw: Callable[[Canvas], None], *, salt: str, title: str, size: tuple[fl
         "svg.hashsalt": salt,
         "svg.fonttype": "none",
         "font.family": "sans-serif",
-        "font.size": 10,
-        "axes.titlesize": 10,
-        "legend.fontsize": 9,
+        "font.size": FONT,
+        "axes.titlesize": FONT,
+        "legend.fontsize": FONT,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.grid": True,

@@ -9,13 +9,13 @@ from matplotlib.figure import Figure as Canvas
 from eyas.eval.records import AR
 from eyas.eval.report.document import Figure
 from eyas.eval.report.figures.canvas import SIZE, arm_styles, legend_below, plain_log_axis, style_handles, svg
-from eyas.eval.report.names import batch_sizes, drafting_arms, group_name, groups, of_group
+from eyas.eval.report.names import batch_sizes, drafting_arms, group_name, groups, is_control, of_group, of_phase
 
 QUANTITIES = (("e2e", "total latency [s]", 1.0), ("tpot", "TPOT [ms per token]", 1000.0))
 
 
 def cdf_figures(results: dict[str, Any]) -> list[Figure]:
-    """Distributions of total latency and TPOT for the first group: AR, the fastest and the slowest other arm."""
+    """Distributions of total latency and TPOT for the first group of the grid: AR, the fastest and the slowest other arm."""
     rows = results["latency_curves"]
     if not rows or not drafting_arms(results):
         return []
@@ -51,40 +51,47 @@ def _cdf(results: dict[str, Any], group: tuple[str, float], size: int) -> Figure
     return Figure(
         text,
         f"Batch size {size}, {name}: total latency and TPOT of every request. Further left is better. "
-        "Shown: plain decoding, and the other arms with the highest and the lowest throughput here.",
+        f"Shown: plain decoding, and the drafting arms with the highest and the lowest throughput here.{_left_out(results)}",
     )
 
 
 def _contrast(results: dict[str, Any], group: tuple[str, float], size: int) -> list[str]:
-    """AR and the fastest and slowest other arm of a cell, without repeats."""
+    """AR and the fastest and slowest drafting arm of a cell of the grid, without repeats."""
     rates = {
         row["arm"]: row["tokens_per_second"]
-        for row in of_group(results["throughput"], group)
+        for row in of_phase(of_group(results["throughput"], group), "grid")
         if row["batch_size"] == size
     }
-    others = [arm for arm in rates if arm != AR]
+    others = [arm for arm in drafting_arms(results) if arm in rates and not is_control(results, arm)]
     picked = [arm for arm in (AR,) if arm in rates]
     if others:
         picked += [max(others, key=rates.__getitem__), min(others, key=rates.__getitem__)]
     return list(dict.fromkeys(picked))
 
 
+def _left_out(results: dict[str, Any]) -> str:
+    """Absolute numbers of two times do not stand in one figure."""
+    if not results["schedule_starts"]:
+        return ""
+    return " The schedule is not shown: it was measured at another time, beside other starts of AR."
+
+
 def frontier_figures(results: dict[str, Any]) -> list[Figure]:
-    """Throughput against median TPOT, one point per batch size and arm, per group with several batch sizes."""
-    rows = results["throughput"]
+    """Throughput against median TPOT in the grid, one point per batch size and arm, per group with several batch sizes."""
+    rows = of_phase(results["throughput"], "grid")
     wanted = [group for group in groups(rows) if len(batch_sizes(of_group(rows, group))) > 1]
     return [_frontier(results, group, salt=f"frontier-{index}") for index, group in enumerate(wanted)]
 
 
 def _frontier(results: dict[str, Any], group: tuple[str, float], *, salt: str) -> Figure:
-    rates = {(row["arm"], row["batch_size"]): row for row in of_group(results["throughput"], group)}
+    rates = {(row["arm"], row["batch_size"]): row for row in of_phase(of_group(results["throughput"], group), "grid")}
     medians = {
         (row["arm"], row["batch_size"]): 1000 * row["tpot"]["p50"]
-        for row in of_group(results["latency"], group)
+        for row in of_phase(of_group(results["latency"], group), "grid")
         if row["tpot"] is not None
     }
     styles = arm_styles(results)
-    arms = [arm for arm in results["arms"] if any(key[0] == arm for key in medians)]
+    arms = [arm for arm in (AR, *drafting_arms(results)) if any(key[0] == arm for key in medians)]
 
     def draw(canvas: Canvas) -> None:
         axes = canvas.add_subplot()
@@ -94,11 +101,11 @@ def _frontier(results: dict[str, Any], group: tuple[str, float], *, salt: str) -
             axes.plot([x for x, _ in places], [y for _, y in places], **styles[arm].line)
             if arm == AR:
                 for (_, size), spot in zip(keys, places, strict=True):
-                    axes.annotate(str(size), spot, textcoords="offset points", xytext=(4, -11), fontsize=8)
+                    axes.annotate(str(size), spot, textcoords="offset points", xytext=(4, -12), fontsize=11)
         axes.set_xscale("log")
         plain_log_axis(axes.xaxis)
         axes.set_xlabel("TPOT, median [ms per token]")
-        axes.set_ylabel("output tokens / s, all requests")
+        axes.set_ylabel("output tokens / s")
         axes.set_ylim(bottom=0)
         drawn = [styles[arm] for arm in arms]
         legend_below(canvas, style_handles(drawn), [style.label for style in drawn])
@@ -108,5 +115,5 @@ def _frontier(results: dict[str, Any], group: tuple[str, float], *, salt: str) -
     return Figure(
         text,
         f"{name}: what a request feels (TPOT) against what the machine delivers, along the batch sizes (written at the "
-        "AR points). Up and to the left is better.",
+        f"AR points). Up and to the left is better.{_left_out(results)}",
     )

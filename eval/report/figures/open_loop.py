@@ -11,7 +11,6 @@ from eyas.eval.report.figures.canvas import arm_styles, legend_below, plain_log_
 
 Row = dict[str, Any]
 PANELS = (("e2e", "total latency [s]", 1.0), ("ttft", "TTFT [s]", 1.0), ("tpot", "TPOT [ms]", 1000.0))
-PERCENTILES = (("p50", "-", 1.0), ("p99", ":", 0.6))
 
 
 def open_loop_figures(results: dict[str, Any], rows: list[Row]) -> list[Figure]:
@@ -24,13 +23,14 @@ def open_loop_figures(results: dict[str, Any], rows: list[Row]) -> list[Figure]:
 def _latency(results: dict[str, Any], rows: list[Row]) -> Figure:
     styles = arm_styles(results)
     arms = list(dict.fromkeys(row["arm"] for row in rows))
+    tail = _tail(rows)
 
     def draw(canvas: Canvas) -> None:
         for place, (quantity, label, scale) in enumerate(PANELS):
             axes = canvas.add_subplot(len(PANELS), 1, place + 1)
             for arm in arms:
                 mine = [row for row in rows if row["arm"] == arm and row[quantity] is not None]
-                for percentile, dashes, strength in PERCENTILES:
+                for percentile, dashes, strength in (("p50", "-", 1.0), (tail, ":", 0.6)):
                     line = {"color": styles[arm].colour, "marker": styles[arm].marker, "markersize": 4}
                     values = [scale * row[quantity][percentile] for row in mine]
                     axes.plot([row["rate"] for row in mine], values, linestyle=dashes, alpha=strength, **line)
@@ -43,9 +43,15 @@ def _latency(results: dict[str, Any], rows: list[Row]) -> Figure:
     text = svg(draw, salt="open-loop", title="Open loop: latency against arrival rate", size=(5.0, 6.0))
     return Figure(
         text,
-        "Open loop, real server: latency counted from the scheduled arrival. Solid: median; dotted: p99. Where the curve turns "
-        "up the server no longer keeps pace.",
+        f"Open loop, real server: latency counted from the scheduled arrival. Solid: median; dotted: {tail}. Where the curve "
+        "turns up the server no longer keeps pace.",
     )
+
+
+def _tail(rows: list[Row]) -> str:
+    """The highest percentile that every row tells: with few prompts there is no p99."""
+    told = [row[quantity] for row in rows for quantity, _, _ in PANELS if row[quantity] is not None]
+    return "p99" if all(values["p99"] is not None for values in told) else "p90"
 
 
 def _delivered(results: dict[str, Any], rows: list[Row]) -> Figure:
@@ -53,7 +59,7 @@ def _delivered(results: dict[str, Any], rows: list[Row]) -> Figure:
     arms = list(dict.fromkeys(row["arm"] for row in rows))
 
     def draw(canvas: Canvas) -> None:
-        for place, (label, value) in enumerate((("throughput [tokens / s]", _rate), ("goodput [requests / s]", _good))):
+        for place, (label, value) in enumerate((("tokens / s", _rate), ("goodput [1 / s]", _good))):
             axes = canvas.add_subplot(2, 1, place + 1)
             for arm in arms:
                 mine = [row for row in rows if row["arm"] == arm]

@@ -23,8 +23,8 @@ from eyas.eval.report.names import arm_label, batch_sizes, group_name, groups, o
 COLUMNS = 2
 CAPTION = (
     "Curve and hollow squares: tau_min, step time with drafting over step time of plain decoding, by the cost model and as "
-    "measured. Filled circles: the measured tau, with its 95 % interval over prompts. Where the circles lie above the curve "
-    "drafting pays (blue), below it costs (hatched)."
+    "measured. Filled circles: the measured tau, with its 95 % interval over prompts; dashed line: tau over the prompts that every "
+    "batch size has. Where the line lies above the curve drafting pays (blue), below it costs (hatched)."
 )
 Row = dict[str, Any]
 
@@ -56,17 +56,19 @@ def _figure(results: dict[str, Any], group: tuple[str, float], *, salt: str) -> 
         legend_below(canvas, *_legend(), columns=2)
 
     name = group_name(*group)
-    size = (5.0, 1.0 + 2.1 * lines) if columns > 1 else (5.0, 3.4)
+    size = (5.0, 1.5 + 2.1 * lines) if columns > 1 else (5.0, 3.9)
     text = svg(draw, salt=salt, title=f"tau_min against measured tau, {name}", size=size)
     return Figure(text, f"{name}. {CAPTION}")
 
 
 def _panel(axes: Axes, rows: Sequence[Row], curve: Row | None) -> None:
     sizes = [row["batch_size"] for row in rows]
+    common = [row["tau"] if row["tau_common"] is None else row["tau_common"] for row in rows]
+    axes.plot(sizes, common, color=BLUE, linewidth=1.2, linestyle="--")
     if curve is not None:
         demanded = np.array(curve["tau_min"])
         places = np.array(curve["batch_sizes"])
-        delivered = np.interp(np.log(places), np.log(sizes), [row["tau"] for row in rows])
+        delivered = np.interp(np.log(places), np.log(sizes), common)
         axes.plot(places, demanded, color=VERMILLION, linewidth=1.6)
         axes.fill_between(places, demanded, delivered, where=delivered >= demanded, color=BLUE, alpha=0.18, linewidth=0)
         axes.fill_between(
@@ -86,7 +88,9 @@ def _panel(axes: Axes, rows: Sequence[Row], curve: Row | None) -> None:
     axes.errorbar(sizes, squares, yerr=bars, capsize=2, elinewidth=1, **hollow)
     taus = [row["tau"] for row in rows]
     bars = _errors([(row["tau"], _moved(row)) for row in rows])
-    axes.errorbar(sizes, taus, yerr=bars, capsize=2, elinewidth=1, marker="o", markersize=5, color=BLUE, linewidth=1.2)
+    axes.errorbar(
+        sizes, taus, yerr=bars, capsize=2, elinewidth=1, marker="o", markersize=5, color=BLUE, linestyle="none"
+    )
     axes.axhline(1, color=INK, linewidth=0.6)
     batch_axis(axes, batch_sizes(rows), label="")
     axes.set_ylim(bottom=0.9)
@@ -94,8 +98,8 @@ def _panel(axes: Axes, rows: Sequence[Row], curve: Row | None) -> None:
 
 
 def _moved(row: Row) -> list[float] | None:
-    """The interval of the acceptance section about this tau, which leaves out tokens behind an answer's end."""
-    interval, middle = row["tau_step_weighted_interval"], row["tau_step_weighted"]
+    """The interval of the acceptance section about this tau, which counts steps without a draft too."""
+    interval, middle = row["tau_drafted_interval"], row["tau_drafted"]
     return None if interval is None else [end * row["tau"] / middle for end in interval]
 
 
@@ -107,9 +111,10 @@ def _errors(values: Sequence[tuple[float, Sequence[float] | None]]) -> tuple[lis
 
 def _legend() -> tuple[list[Any], list[str]]:
     handles: list[Any] = [
-        Line2D([], [], color=BLUE, marker="o", markersize=5),
+        Line2D([], [], color=BLUE, marker="o", markersize=5, linestyle="none"),
+        Line2D([], [], color=BLUE, linewidth=1.2, linestyle="--"),
         Line2D([], [], color=VERMILLION, marker="s", markerfacecolor="white", markersize=5),
         Patch(facecolor=BLUE, alpha=0.18),
         Patch(facecolor="none", edgecolor=VERMILLION, hatch="////", alpha=0.6),
     ]
-    return handles, ["tau measured", "tau_min demanded", "pays", "costs"]
+    return handles, ["tau measured", "tau, common prompts", "tau_min demanded", "pays", "costs"]

@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from eyas.eval.report.document import Figure, Section, Table, not_measured, table
-from eyas.eval.report.figures.acceptance import chain_figure, output_figure
-from eyas.eval.report.names import PLACE, arm_label, place
+from eyas.eval.report.figures.acceptance import chain_figure, longest_heads, output_figure
+from eyas.eval.report.names import PLACE, arm_label, group_name, groups, of_group, place
 from eyas.eval.report.sections.reconciliation import reconciliation_section
-from eyas.eval.report.values import MISSING, count, number, percent, span
+from eyas.eval.report.values import MISSING, count, listing, number, percent, span
 
 TITLE = "E. Acceptance"
 WORDS = (
-    "From the engine's counts per verification step, in the cell with the most prompts, all starts. tau counts the target's "
-    "own token. Step-weighted tau weighs long answers more, request-mean tau weighs every answer alike. tau over all steps "
-    "counts steps in which nothing was drafted: speed depends on it. Within the answer: without tokens accepted behind its "
-    "end, which nobody receives.",
-    "Intervals at 95 % resample conversations. Wasted: share of the verified positions that brought no token.",
+    "From the counts of every verification step, in the cell with the most prompts, all starts. tau is tokens received per "
+    "step that drafted, the target's own token among them. Step-weighted, it weighs long answers more; the request mean weighs "
+    "every answer alike. All steps: with those in which nothing was drafted, which is what speed depends on. The engine's "
+    "count: with the tokens that it accepted behind the end of an answer and nobody received; no speed goes with it.",
+    "Intervals at 95 % are over prompts (conversations), by Student's t. Wasted: share of the verified positions that brought no "
+    "token.",
 )
 
 
@@ -25,7 +26,8 @@ def acceptance_section(results: dict[str, Any]) -> Section:
     if not rows:
         return not_measured(TITLE, "No arm drafted anything.")
     parts = [_chain(results, rows), _answer(results), _batches(results), _offline(results, rows)]
-    return Section(TITLE, list(WORDS), [_taus(results, rows)], parts=[*parts, reconciliation_section(results)])
+    tables = [_taus(results, rows), _drafted(results, rows)]
+    return Section(TITLE, list(WORDS), tables, parts=[*parts, reconciliation_section(results)])
 
 
 def _taus(results: dict[str, Any], rows: list[dict[str, Any]]) -> Table:
@@ -33,27 +35,39 @@ def _taus(results: dict[str, Any], rows: list[dict[str, Any]]) -> Table:
         [
             *place(row),
             arm_label(results, row["arm"]),
-            str(row["draft_length"]),
-            _tau(row["tau_step_weighted"], row["tau_step_weighted_interval"]),
+            str(row["batch_size"]),
+            _tau(row["tau"], row["tau_interval"]),
             _tau(row["tau_request_mean"], row["tau_request_mean_interval"]),
-            number(row["tau_all_steps"], 3),
-            number(row["tau_within_answer"], 3),
             _tau(row["tau_without_loops"], row["tau_without_loops_interval"]),
             " / ".join(number(value) for value in row["tau_request_percentiles"] or []) or MISSING,
-            percent(row["draft_acceptance_rate"]),
-            percent((row["wasted"] or {}).get("share")),
-            count(row["steps"]),
-            count(row["requests"]),
-            str(row["batch_size"]),
+            number(row["tau_all_steps"], 3),
+            number(row["tau_engine"], 3),
         ]
         for row in rows
     ]
     columns = [
-        *(*PLACE, "arm", "k", "tau, step-weighted", "tau, request mean", "tau, all steps", "tau within the answer"),
-        *("tau without loops", "per request p10 / p50 / p90", "drafted tokens accepted", "wasted", "steps", "requests"),
-        "batch size",
+        *(*PLACE, "arm", "batch size", "tau, step-weighted", "tau, request mean", "tau without loops"),
+        *("per request p10 / p50 / p90", "tau, all steps", "the engine's count"),
     ]
-    return table(columns, shown, text_columns=3)
+    return table(columns, shown, text_columns=3, caption="tau")
+
+
+def _drafted(results: dict[str, Any], rows: list[dict[str, Any]]) -> Table:
+    shown = [
+        [
+            *place(row),
+            arm_label(results, row["arm"]),
+            str(row["batch_size"]),
+            str(row["draft_length"]),
+            percent(row["draft_acceptance_rate"]),
+            percent((row["wasted"] or {}).get("share")),
+            count(row["steps"]),
+            count(row["requests"]),
+        ]
+        for row in rows
+    ]
+    columns = [*PLACE, "arm", "batch size", "longest k", "drafted tokens accepted", "wasted", "steps", "answers"]
+    return table(columns, shown, text_columns=3, caption="What was drafted")
 
 
 def _tau(value: float | None, interval: list[float] | None) -> str:
@@ -63,7 +77,8 @@ def _tau(value: float | None, interval: list[float] | None) -> str:
 def _chain(results: dict[str, Any], rows: list[dict[str, Any]]) -> Section:
     words = (
         "marginal: share of all steps that accept at least so many drafted tokens. conditional: the same among the steps that "
-        "accepted all before and drafted one more. The last column is tau if every chain had been cut there."
+        "accepted all before and drafted one more. Both are the engine's counts: a chain that the end of the answer cut short is no "
+        "miss. The last column is tau, of tokens received, if every chain had been cut there."
     )
     positions = [
         [
@@ -79,7 +94,8 @@ def _chain(results: dict[str, Any], rows: list[dict[str, Any]]) -> Section:
     ]
     columns = [*PLACE, "arm", "position", "marginal", "conditional", "tau if the chain ended here"]
     shown = [table(columns, positions, text_columns=3), _histogram(results, rows)]
-    figures = [chain_figure(rows)] if any(row["marginal"] for row in rows) else []
+    drawn = longest_heads(rows)
+    figures = [chain_figure(results, drawn)] if drawn else []
     return Section("By position in the chain", [words], shown, figures=figures)
 
 
@@ -105,7 +121,7 @@ def _answer(results: dict[str, Any]) -> Section:
     if not rows:
         return not_measured(title)
     words = (
-        "A step belongs to the bucket of the output position at which it began. Later buckets hold only longer answers; the "
+        "A step belongs to the bucket of the output position at which it began, with all that the engine accepted. Later buckets hold only longer answers; the "
         "last two columns follow the same answers, those that reach the last bucket, through all buckets."
     )
     shown = [
@@ -144,31 +160,42 @@ def _batches(results: dict[str, Any]) -> Section:
     rows = results.get("acceptance_cells") or []
     if not rows:
         return not_measured(title)
-    words = "Acceptance is a property of head, prompts and decoding. Where it moves with the batch size, other prompts were served."
+    words = (
+        "Acceptance is a property of head, prompts and decoding. Larger batches may serve more prompts; the common ones are those "
+        "that every batch size of the same prompts and temperature serves, so only tau over them can be compared from size to size."
+    )
     shown = [
         [
             *place(row),
             arm_label(results, row["arm"]),
             str(row["batch_size"]),
-            _tau(row["tau_step_weighted"], row["tau_step_weighted_interval"]),
+            _tau(row["tau"], row["tau_interval"]),
+            _tau(row["tau_common"], row["tau_common_interval"]),
             number(row["tau_request_mean"], 3),
             number(row["tau_all_steps"], 3),
             count(row["steps"]),
-            count(row["requests"]),
+            count(row["prompts"]),
+            count(row["common_prompts"]),
         ]
         for row in rows
     ]
     columns = [
-        *PLACE,
-        "arm",
-        "batch size",
-        "tau, step-weighted",
-        "tau, request mean",
-        "tau, all steps",
-        "steps",
-        "requests",
+        *(*PLACE, "arm", "batch size", "tau, step-weighted", "tau, common prompts", "tau, request mean"),
+        *("tau, all steps", "steps", "prompts", "common"),
     ]
-    return Section(title, [words], [table(columns, shown, text_columns=3)])
+    return Section(title, [words], [table(columns, shown, text_columns=3)], alerts=_uneven(rows))
+
+
+def _uneven(rows: list[dict[str, Any]]) -> list[str]:
+    """A warning where batch sizes did not serve the same prompts."""
+    uneven = [row for row in rows if row["prompts"] > row["common_prompts"]]
+    if not uneven:
+        return []
+    found = [f"{of_group(uneven, group)[0]['common_prompts']} of {group_name(*group)}" for group in groups(uneven)]
+    return [
+        f"Batch sizes served different prompts. Common to all sizes: {listing(found)}. What changes with the batch size may be "
+        "the prompts, but for the column of the common ones."
+    ]
 
 
 def _offline(results: dict[str, Any], rows: list[dict[str, Any]]) -> Section:

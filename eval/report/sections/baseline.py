@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from eyas.eval.records import AR_TWIN
 from eyas.eval.report.document import Section, Table, not_measured, table
 from eyas.eval.report.names import PLACE, place
 from eyas.eval.report.sections.calibration import calibration_section
@@ -18,9 +19,15 @@ def baseline_section(results: dict[str, Any]) -> Section:
         return Section(TITLE, [not_measured("").paragraphs[0]], parts=parts)
     words = (
         "How much plain decoding (AR) differs from itself in this session. Null band: what the ratio of two groups of AR starts "
-        "gives by chance (95 %); a ratio inside it is no difference. Odd / even: half of the AR starts against the other half, "
-        "judged as if they were two arms."
+        "gives by chance (95 %); a ratio inside it is no difference. AR / AR: half of the AR starts (odd) against the other half "
+        "(even), judged as if they were two arms."
     )
+    if AR_TWIN in results["arms"]:
+        words = (
+            "How much plain decoding (AR) differs from itself in this session, loaded beside another engine. AR / AR: its twin, "
+            "plain decoding once more, against the AR that ran beside it, judged as if it were an arm. Null band: what the ratio "
+            "of as many such pairs gives by chance (95 %); a ratio inside it is no difference."
+        )
     return Section(TITLE, [words], [_null(results)], parts=parts)
 
 
@@ -40,7 +47,7 @@ def _null(results: dict[str, Any]) -> Table:
     ]
     columns = [
         *(*PLACE, "batch size", "AR tok/s by start", "fastest / slowest", "sd of a start", "null band"),
-        *("odd / even", "p"),
+        *("AR / AR", "p"),
     ]
     return table(columns, rows, text_columns=2)
 
@@ -49,11 +56,15 @@ def _power(results: dict[str, Any]) -> Section:
     title = "How small a difference could be seen"
     rows = results.get("power") or []
     if not rows:
-        return not_measured(title, "It needs two starts of an arm.")
+        return not_measured(
+            title,
+            "It needs two starts of an arm and two prompts, and side by side two pairs of plain decoding with itself.",
+        )
     words = (
         f"The smallest ratio that this session calls different from 1 with probability {percent(rows[0]['power'], 0)}, alone and "
-        "after Holm's correction over all cells; and how many starts of each arm smaller differences would take. sd: scatter on "
-        "the log scale, of a start, of a block inside a start (with two blocks or more), of a prompt."
+        f"after Holm's correction over all {rows[0]['tests']} comparisons; and how many starts of each arm (side by side: pairs) "
+        "it would take to call a difference after that correction (where prompts scatter too much, only more prompts help). sd: scatter on the log scale, of a start (side by side: of "
+        "the ratio of a pair), of a block inside a start (with two blocks or more), of a prompt."
     )
     ratios = list(rows[0]["starts_needed"])
     shown = [

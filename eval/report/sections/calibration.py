@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from eyas.eval.calibration_outcome import outcome_sentence
 from eyas.eval.report.document import Section, Table, not_measured, table
 from eyas.eval.report.values import count, number, percent, times
 
@@ -20,51 +22,55 @@ def calibration_section(results: dict[str, Any]) -> Section:
         )
     words = (
         "Judged by the rules of section I where nothing is different (so every call is a false one), and where a known slow-down "
-        f"was put in (so every miss is one). Stated rate of false calls: at most {percent(calibration['stated_rate'], 0)} per session."
+        f"was put in (so every miss is one). Stated rate: at most {percent(calibration['stated_rate'], 0)} of sessions without a "
+        "difference call one anywhere, after Holm's correction."
     )
     tables = [_records(calibration["records"])] if calibration["records"] else []
     tables += [_slowed(calibration["slowed"])] if calibration["slowed"] else []
     tables += [_simulated(calibration["simulated"])] if calibration["simulated"] else []
-    bullets = [] if calibration["records"] else ["Too few AR starts (four are needed) to split them into two groups."]
-    return Section(TITLE, [words], tables, bullets=bullets)
+    sentence = outcome_sentence(calibration)
+    alerts, outcome = ([sentence], []) if calibration["failed"] else ([], [sentence])
+    return Section(TITLE, [words, *outcome], tables, alerts=alerts)
 
 
 def _records(found: dict[str, Any]) -> Table:
     rows = [
         [
             "AR starts of this session against each other",
-            "",
-            *_rate(found, "false_positive"),
-            *_rate(found, "coverage"),
+            "none",
+            f"{count(found['alarms'])} of {count(found['sessions'])}",
+            _percents(found["session_rate_interval"]),
+            percent(found["called"]),
+            percent(found["coverage"]),
+            _percents(found["coverage_interval"]),
         ],
         *(
-            ["the same, one side slowed", times(each["slow_down"]), percent(each["found"]), "", "", ""]
+            ["the same, one side slowed", times(each["slow_down"]), "", "", percent(each["found"]), "", ""]
             for each in found["detection"]
         ),
     ]
     columns = [
-        "tests",
-        "slowed by",
-        "called different",
-        "95 % interval",
-        "intervals that hold the truth",
-        "95 % interval",
+        *("", "slowed by", "sessions with a call", "share, 95 % interval", "tests called different"),
+        *("intervals that hold the truth", "95 % interval"),
     ]
     tests = f"{count(found['tests'])} tests in {count(found['sessions'])} splits of {count(found['cells'])} cells"
-    few = "" if found["enough_tests"] else "; too few tests to say much"
-    return table(columns, rows, text_columns=1, caption=f"From the records: {tests}{few}")
+    return table(
+        columns,
+        rows,
+        text_columns=1,
+        caption=f"From the records, each split of the starts being a session without a difference: {tests}",
+    )
 
 
-def _rate(found: dict[str, Any], name: str) -> list[str]:
-    value = found[name] if name in found else found[f"{name}_rate"]
-    return [percent(value), " to ".join(percent(end) for end in found[f"{name}_interval"])]
+def _percents(interval: Sequence[float]) -> str:
+    return " to ".join(percent(end) for end in interval)
 
 
 def _slowed(found: list[dict[str, Any]]) -> Table:
     rows = [
         [
             each["arm"],
-            percent(each["slowed_by"], 0),
+            percent(each["slowed_by"] or None, 0),
             times(each["ratio"], 3),
             percent(each["found"]),
             count(each["cells"]),
@@ -82,22 +88,23 @@ def _simulated(found: dict[str, Any]) -> Table:
         [
             name,
             times(each.get("ratio"), 3) if name == "slowed" else "none",
-            percent(each["called"]),
-            " to ".join(percent(end) for end in each["called_interval"]),
+            count(each["sessions"]),
             percent(each["alarms"]),
+            _percents(each["alarms_interval"]),
+            percent(each["called"]),
             percent(each["coverage"]),
-            " to ".join(percent(end) for end in each["coverage_interval"]),
-            count(each["tests"]),
+            _percents(each["coverage_interval"]),
         ]
         for name, each in (("no difference", found["no_difference"]), ("slowed", found["slow_down"]))
     ]
     design = found["design"]
+    starts = "pairs of starts" if design["paired"] else "starts"
     caption = (
-        f"Made-up sessions of this design: {design['arms']} arms, {design['starts']} starts, sd of a start "
-        f"{number(100 * design['start_sd'], 1)} %"
+        f"Made-up sessions of this design: {count(design['cells'])} cells, {design['arms']} arms, {design['starts']} {starts}, "
+        f"sd of each {number(100 * design['start_sd'], 1)} %, {count(design['tests'])} tests a session"
     )
     columns = [
-        *("sessions", "true ratio", "called different", "95 % interval", "sessions with a call"),
-        *("intervals that hold the truth", "95 % interval", "tests"),
+        *("", "true ratio", "sessions", "with a call", "95 % interval", "tests called different"),
+        *("intervals that hold the truth", "95 % interval"),
     ]
     return table(columns, rows, text_columns=1, caption=caption)

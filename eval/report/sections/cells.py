@@ -18,7 +18,8 @@ def cells_section(results: dict[str, Any]) -> Section:
         return not_measured(TITLE, "No drafting arm and plain decoding share a cell.")
     words = (
         "Ratios are never averaged over prompts or batch sizes. p: two-sided, of the ratio being 1; p (Holm): corrected for "
-        "the number of cells judged. Null band: how far plain decoding lies from itself in the same cell."
+        "the number of cells judged. Null band: how far plain decoding lies from itself in the same cell. Prompts: independent ones, "
+        "where a conversation is one. AR tok/s: of the phase in which the arm is judged, the grid or the schedule's own."
     )
     return Section(TITLE, [words], [_numbers(results), _reasons(results)], bullets=[f"Rule. {rule}" for rule in RULES])
 
@@ -37,25 +38,17 @@ def _numbers(results: dict[str, Any]) -> Table:
             span(cell.get("null_band"), 3),
             p_value(cell.get("p_value")),
             p_value(cell.get("p_holm")),
-            count(cell.get("requests")),
-            _starts(cell.get("starts")),
+            f"{cell['prompts']} of {cell['needed_prompts']}",
+            count(cell["requests"]),
+            count(cell["starts"]),
         ]
         for cell in results["cells"]
     ]
     columns = [
         *(*PLACE, "arm", "verdict", "batch size", "AR tok/s", "tok/s", "ratio", "95 % interval"),
-        *("null band", "p", "p (Holm)", "requests", "starts"),
+        *("null band", "p", "p (Holm)", "prompts, of needed", "requests", "starts"),
     ]
     return table(columns, rows, text_columns=4, marks=_marks(results, columns), caption="Numbers")
-
-
-def _starts(starts: Any) -> str:
-    """Starts of a cell: a number, or one per side."""
-    if isinstance(starts, dict):
-        return " / ".join(str(value) for value in starts.values())
-    if isinstance(starts, list):
-        return " / ".join(map(str, starts))
-    return count(starts)
 
 
 def _marks(results: dict[str, Any], columns: list[str]) -> list[list[str]]:

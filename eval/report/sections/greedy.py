@@ -10,16 +10,22 @@ from eyas.eval.report.values import MISSING, count, number, p_value, percent
 
 TITLES = {"L1": "L1: greedy tokens in one batch", "L2": "L2: greedy tokens, one prompt at a time"}
 
+PASSED = {
+    "L1": "Passed: no violation, and identical as often as plain decoding is with itself (p: that it is less often).",
+    "L2": "Passed: all answers identical. A tie fails in float32; in a shorter dtype it leaves the level undecided.",
+}
+
 
 def greedy_section(results: dict[str, Any], name: str, level: dict[str, Any]) -> Section:
-    if level.get("passed") is None:
+    if level["status"] != "done":
         return not_measured(TITLES[name], level.get("why") or "")
     words = (
         f"Greedy answers of plain decoding and of the arm to {level['requests']} prompts, {level['dtype']}, batch size "
         f"{level['batch_size']}, compared token by token. Tie: where they part, both tokens are all but equally good to the target "
-        f"itself (a float32 forward; logit gap at most {level['tie_gap']:g}, or what plain decoding does to itself, "
-        f"{level['null_gap']:g}). Violation: anything else. Not excluded: with no violation seen, a rate below this cannot be "
-        "ruled out (95 %). p: that the arm repeats plain decoding less often than plain decoding repeats itself."
+        "itself (a float32 forward outside the engine, so that a wrong engine cannot excuse itself; logit gap at most "
+        f"{level['tie_gap']:g}, more in shorter dtypes, or what plain decoding does to itself, {level['null_gap']:g}). Violation: "
+        f"anything else. Undecided: the target is quantised, and no such forward is the engine's. {PASSED[name]} Not excluded: with "
+        "no violation seen, a rate below this cannot be ruled out (95 %)."
     )
     tables = [_outcomes(results, level)]
     if any(row["differences"] for row in level["arms"]):
@@ -43,14 +49,14 @@ def _outcomes(results: dict[str, Any], level: dict[str, Any]) -> Table:
     if null is not None:
         rows.append([f"AR again, batch size {null['batch_size']}", "the null", *_counts(null), *[MISSING] * 3])
     columns = [
-        *("arm", "outcome", "prompts", "tokens", "identical", "ties", "violations", "not excluded, of prompts"),
-        *("not excluded, of tokens", "p (Holm)"),
+        *("arm", "outcome", "prompts", "tokens", "identical", "ties", "violations", "undecided"),
+        *("not excluded, of prompts", "not excluded, of tokens", "p (Holm)"),
     ]
     return table(columns, rows, text_columns=2)
 
 
 def _counts(row: dict[str, Any]) -> list[str]:
-    return [count(row[name]) for name in ("requests", "tokens", "identical", "ties", "violations")]
+    return [count(row[name]) for name in ("requests", "tokens", "identical", "ties", "violations", "untold")]
 
 
 def _differences(results: dict[str, Any], level: dict[str, Any]) -> Table:

@@ -36,7 +36,8 @@ def _arms(results: dict[str, Any]) -> Table:
         for arm, facts in results["arms"].items()
     ]
     columns = ["arm", "kind", "speculative_config", "synthetic acceptance", "slowed on purpose", "longest k", "starts"]
-    return table(columns, rows, text_columns=5, caption="Arms")
+    caption = "Arms; starts: in the phase in which the arm is judged"
+    return table(columns, rows, text_columns=5, caption=caption)
 
 
 def _shown_config(config: dict[str, Any] | None) -> str:
@@ -46,9 +47,9 @@ def _shown_config(config: dict[str, Any] | None) -> str:
 def _configuration(results: dict[str, Any]) -> Section:
     differences = results["config_differences"]
     words = (
-        "Settings as the engine resolved them, other than speculative_config, that differ from the first plain start. "
-        "Forced: they follow from drafting at all. Any other difference voids the comparison. Complete configurations: "
-        "starts/*.json."
+        "Settings as the engine resolved them, other than speculative_config, that differ from the first plain start, or "
+        "from the arm's own first start. Forced: they follow from drafting at all. Any other difference voids the comparison. "
+        "Complete configurations: starts/*.json."
     )
     reasons = [f"{arm_label(results, arm)}: {reason}" for arm, reason in differences["reasons"].items()]
     alerts = [f"Void: {'; '.join(reasons)}"] if differences["void"] else []
@@ -57,18 +58,21 @@ def _configuration(results: dict[str, Any]) -> Section:
             arm_label(results, each["arm"]),
             each["setting"],
             each["forced"] or "NOT FORCED by drafting",
-            str(each["ar"]),
+            arm_label(results, each["against"]),
+            str(each["reference"]),
             str(each["value"]),
         ]
         for each in differences["differences"]
     ]
-    shown = table(["arm", "setting", "why", "AR", "this arm"], rows, text_columns=5, caption="Differences between arms")
+    heads = ["arm", "setting", "why", "first start of", "its value", "this start"]
+    shown = table(heads, rows, text_columns=6, caption="Differences between starts")
     return Section("Resolved configuration", [words], [shown, _engines(results)], alerts=alerts)
 
 
 def _engines(results: dict[str, Any]) -> Table:
     engines = results["engines"]
-    rows = [
+    rows = [["mended in its process before measuring", "; ".join(results["mends"]) or "nothing"]]
+    rows += [
         [name, _by_arm(results, {arm: _fact(show, e) for arm, e in engines.items()})] for name, show in FACTS.items()
     ]
     return table(["", "value (by arm where arms differ)"], rows, text_columns=2, caption="Engine and machine")
@@ -83,20 +87,43 @@ def _fact(show: Callable[[dict[str, Any]], str], engine: dict[str, Any]) -> str:
 
 
 def _setting(section: str, name: str) -> Callable[[dict[str, Any]], str]:
-    return lambda e: str(e["engine"][section][name])
+    return lambda e: _known(e["engine"][section][name])
+
+
+def _of_machine(name: str) -> Callable[[dict[str, Any]], str]:
+    return lambda e: _known(e["machine"][name])
+
+
+def _known(value: Any) -> str:
+    return MISSING if value is None else str(value)
+
+
+def _limits(engine: dict[str, Any]) -> str:
+    """Driver, clocks and power of every GPU; GPUs that are alike are told once."""
+    told = [", ".join(f"{name} {value}" for name, value in gpu.items()) for gpu in engine["machine"]["gpu_limits"]]
+    return "; ".join(dict.fromkeys(told))
 
 
 FACTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "packages": lambda e: ", ".join(f"{name} {version}" for name, version in e["machine"]["packages"].items()),
+    "vLLM's commit": _of_machine("vllm_commit"),
+    "Python": _of_machine("python"),
     "processor": lambda e: f"{e['machine']['cpu']}, {e['machine']['cpu_count']} logical CPUs",
     "GPUs": lambda e: ", ".join(e["machine"]["gpus"]) or "none",
+    "driver, clocks and power of the GPUs": _limits,
+    "CUDA of torch": _of_machine("cuda"),
+    "memory [GiB]": _of_machine("memory_gib"),
     "torch threads": lambda e: str(e["machine"]["torch_threads"]),
     "load average before each start": lambda e: ", ".join(number(value) for value in e["load_averages"]),
     "attention backends": lambda e: ", ".join(e["engine"]["attention_backends"]),
+    "model runner": lambda e: "vLLM's second (v2)" if e["engine"]["model_runner_v2"] else "vLLM's first",
+    "how drafts are sampled": _setting("speculative_config", "draft_sample_method"),
+    "how drafts are accepted": _setting("speculative_config", "rejection_sample_method"),
     "model dtype": _setting("model_config", "dtype"),
     "quantisation": _setting("model_config", "quantization"),
     "tensor parallel size": _setting("parallel_config", "tensor_parallel_size"),
     "compilation": _setting("compilation_config", "mode"),
+    "CUDA graphs": _setting("compilation_config", "cudagraph_mode"),
     "graph sizes": _setting("compilation_config", "cudagraph_capture_sizes"),
     "chunked prefill": _setting("scheduler_config", "enable_chunked_prefill"),
     "prefix caching": _setting("cache_config", "enable_prefix_caching"),
@@ -126,7 +153,7 @@ def _origin(results: dict[str, Any]) -> Section:
     rows = [
         [name, value]
         for name, value in leaves(results["context"], prefix="")
-        if not name.startswith("training.metrics")
+        if not name.startswith(("training.metrics", "command"))
     ]
     return Section("Target, head and recipe", tables=[table(["", "value"], rows, text_columns=2)])
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from eyas.eval.report.document import Section, not_measured, table
+from eyas.eval.report.document import Section, Table, not_measured, table
 from eyas.eval.report.names import arm_label
 from eyas.eval.report.sections.greedy import greedy_section
 from eyas.eval.report.sections.sampled import lengths_section, sampled_section
 from eyas.eval.report.sections.sampler import sampler_section
-from eyas.eval.report.values import count, listing, number, percent
+from eyas.eval.report.values import MISSING, count, listing, number, percent
 
 TITLE = "H. Losslessness"
 LEVELS = {
@@ -41,16 +41,62 @@ def lossless_section(results: dict[str, Any]) -> Section:
     ]
     failed = [level for level in LEVELS if lossless[level].get("passed") is False]
     alerts = [f"FAILED: {listing(failed)}."] if failed else []
-    shown = [_levels(lossless), _arms(results, lossless)]
-    return Section(TITLE, [words, *_mends(lossless)], shown, alerts=alerts, parts=parts)
+    shown = [_levels(results, lossless), _arms(results, lossless), *_drafted(results, lossless)]
+    return Section(TITLE, [words, _scope(lossless), *_mends(lossless)], shown, alerts=alerts, parts=parts)
 
 
-def _levels(lossless: Row) -> Any:
+def _scope(lossless: Row) -> str:
+    """What was served for the ladder, and so what it speaks about."""
+    greedy, sampled = lossless["L1"], lossless["L3"]
+    words = f"What it speaks about: engines in {lossless['dtype']}, held-out prompts, answers of at most {lossless['max_tokens']} tokens."
+    if greedy["status"] == "done":
+        words += f" L1 and L2 decode greedily, L1 in batches of {greedy['batch_size']} and L2 one prompt at a time."
+    if sampled["status"] == "done":
+        words += (
+            f" L3 and L4 sample at temperature {lossless['temperature']:g}, top-p {lossless['top_p']:g}, "
+            f"top-k {lossless['top_k'] or 'off'}."
+        )
+    left_out = lossless["L0"].get("exercised", {}).get("not_exercised")
+    if left_out:
+        words += f" L0 does not exercise {left_out}."
+    return f"{words} Cells of other prompts, decoding, precision or batch sizes rest on it by inference: see section K."
+
+
+def _levels(results: dict[str, Any], lossless: Row) -> Table:
     rows = [
-        [level, question, outcome(lossless[level]), lossless[level].get("why") or ""]
+        [level, question, outcome(lossless[level]), _why(results, lossless[level])]
         for level, question in LEVELS.items()
     ]
-    return table(["level", "question", "outcome", "why not run"], rows, text_columns=4, caption="The ladder")
+    return table(["level", "question", "outcome", "why not passed"], rows, text_columns=4, caption="The ladder")
+
+
+def _why(results: dict[str, Any], level: Row) -> str:
+    """Why a level did not run, is undecided or failed, by arm where arms differ."""
+    if level.get("why"):
+        return level["why"]
+    reasons = [(row["arm"], row["why"]) for row in level.get("arms", []) if row["why"]]
+    return "; ".join(f"{arm_label(results, arm)}: {why}" for arm, why in reasons)
+
+
+def _drafted(results: dict[str, Any], lossless: Row) -> list[Table]:
+    """How much was drafted in the answers that were compared: without drafts a level compares plain decoding with itself."""
+    levels = [level for level in LEVELS if lossless[level].get("arms")]
+    if not levels:
+        return []
+    found = {(row["arm"], level): row for level in levels for row in lossless[level]["arms"]}
+    rows = [
+        [arm_label(results, row["arm"]), *(_drafted_in(found.get((row["arm"], level))) for level in levels)]
+        for row in lossless["arms"]
+    ]
+    caption = "Drafted in the compared answers, by level: without drafts a level says nothing about an arm"
+    return [table(["arm", *levels], rows, text_columns=1 + len(levels), caption=caption)]
+
+
+def _drafted_in(row: Row | None) -> str:
+    if row is None:
+        return MISSING
+    answers = f"{count(row['answers_drafted'])} of {count(row['answers'])} answers"
+    return f"{count(row['drafted_tokens'])} tokens in {answers}, batch size {row['batch_size']}"
 
 
 def outcome(level: Row) -> str:
@@ -62,8 +108,8 @@ def outcome(level: Row) -> str:
     return "no difference detected" if level["passed"] else "DIFFERENCE DETECTED"
 
 
-def _arms(results: dict[str, Any], lossless: Row) -> Any:
-    words = {None: "not wholly run", True: "passed", False: "FAILED"}
+def _arms(results: dict[str, Any], lossless: Row) -> Table:
+    words = {None: "undecided, or not wholly run", True: "passed", False: "FAILED"}
     rows = [
         [
             arm_label(results, row["arm"]),

@@ -35,8 +35,9 @@ def model_section(results: dict[str, Any]) -> Section:
 def _tau_min(results: dict[str, Any]) -> Section:
     words = (
         "tau_min: step time with drafting over step time of plain decoding, the tokens that a step must bring to break even. tau: "
-        "tokens per request and step as received. Where tau > tau_min a decode step pays. If tau_min exceeds k + 1, no head of this "
-        "length could pay at that batch size."
+        "tokens per request and step as received; over the common prompts, those that every batch size has, so that its course over "
+        "the batch size is not that of the prompts. Where tau > tau_min a decode step pays. If tau_min exceeds k + 1, no head of "
+        "this length could pay at that batch size."
     )
     shown = [
         [
@@ -50,16 +51,17 @@ def _tau_min(results: dict[str, Any]) -> Section:
             span(row["tau_min_interval"], 3),
             number(row["tau_min_predicted"], 3),
             number(row["tau"], 3),
+            number(row["tau_common"], 3),
             times(row["decode_speedup"]),
         ]
         for row in results["cost"]["tau_min"]
     ]
     columns = [
         *(*PLACE, "arm", "in the model", "batch size", "AR step [ms]", "step [ms]", "tau_min", "95 % interval"),
-        *("tau_min, model", "tau", "decode speed-up"),
+        *("tau_min, model", "tau", "tau, common prompts", "decode speed-up"),
     ]
     marks = ["" if row["tau"] >= row["tau_min"] else "slower" for row in results["cost"]["tau_min"]]
-    shaded = [[""] * 9 + [mark, mark, mark] for mark in marks]
+    shaded = [[""] * 9 + [mark] * 4 for mark in marks]
     return Section(
         "tau_min against measured tau",
         [words],
@@ -69,11 +71,13 @@ def _tau_min(results: dict[str, Any]) -> Section:
 
 
 def _break_even(results: dict[str, Any]) -> Section:
-    words = (
-        "The batch size at which drafting stops paying, interpolated in log B between measured sizes. Throughput: of the whole "
-        "cell, prompts and thinning tail included. Decode steps: of steps alone, measured and by the model, which saw only the "
-        "fitted batch sizes. A < or > means beyond the tested range. Groups with a single batch size have none."
-    )
+    words = [
+        "The batch size at which drafting stops paying, interpolated in log B between measured sizes; where it does not pay at the "
+        "smallest size already, or pays twice, the ranges in which it does. Throughput: of the whole cell, prompts and thinning "
+        "tail included. Decode steps: of steps alone, measured and by the model, which saw only the fitted batch sizes. A < or > "
+        "means beyond the tested range. Groups with a single batch size have none.",
+        f"95 % intervals: {results['cost']['rules']['break_even']}.",
+    ]
     shown = [
         [
             *place(row),
@@ -96,13 +100,17 @@ def _break_even(results: dict[str, Any]) -> Section:
         ),
         "tested",
     ]
-    return Section("Break-even batch size", [words], [table(columns, shown, text_columns=3)])
+    return Section("Break-even batch size", words, [table(columns, shown, text_columns=3)])
 
 
 def _crossing(found: Row | None) -> str:
     if found is None:
         return MISSING
-    return found["label"] if found["interval_label"] is None else f"{found['label']} ({found['interval_label']})"
+    if found["interval_label"] is None:
+        return found["label"]
+    begins = found["begins_interval_label"]
+    ends = found["interval_label"] if begins is None else f"begins {begins}, ends {found['interval_label']}"
+    return f"{found['label']} ({ends})"
 
 
 def _prediction(results: dict[str, Any]) -> Section:

@@ -6,7 +6,7 @@ from typing import Any
 
 from eyas.eval.report.document import Section, not_measured, table
 from eyas.eval.report.names import arm_label
-from eyas.eval.report.values import MISSING, count, number, p_value
+from eyas.eval.report.values import MISSING, count, number, p_value, percent
 
 SAMPLED = "L3: sampled tokens, position by position"
 LENGTHS = "L4: lengths of sampled answers and reasons to end"
@@ -15,13 +15,16 @@ Row = dict[str, Any]
 
 
 def sampled_section(results: dict[str, Any], level: Row) -> Section:
-    if level.get("passed") is None:
+    if level["status"] != "done":
         return not_measured(SAMPLED, level.get("why") or "")
     words = (
         f"{count(level['samples'])} answers per arm to {level['prompts']} prompts, a seed each, compared by a two-sample chi-square "
         "at every position (the first token comes from the prompt, the next from verification, the last is the bonus token: other "
-        f"code each). p by permutation, corrected over arms and positions (Holm), level {level['level']:g}. Detectable TV: the "
-        "total variation distance that the test would have found."
+        f"code each). p by permutation, corrected over arms and positions (Holm), level {level['level']:g}. Detectable TV: a "
+        f"total variation distance of this size would have been found with probability {percent(level['power'], 0)}. It is over "
+        "tokens frequent enough to be compared and the rare ones taken together: what differs only among the rare, whose share of "
+        "the samples is given, is not seen. A position with a detectable TV of "
+        f"{level['weakest']:g} or more is undecided, and so is its arm; pairs of positions may only find a difference."
     )
     named = [(arm_label(results, row["arm"]), row) for row in level["arms"]]
     if level["null"] is not None:
@@ -30,13 +33,14 @@ def sampled_section(results: dict[str, Any], level: Row) -> Section:
         [
             name,
             test["where"],
-            row["outcome"],
+            test["outcome"],
             " + ".join(count(n) for n in test["samples"]),
             f"{number(test['statistic'], 1)} ({test['degrees']})",
             p_value(test["p_value"]),
             p_value(test["p_holm"]),
             number(test["tv"], 4),
             number(test["detectable_tv"], 4),
+            percent(test["rare_share"]),
         ]
         for name, row in named
         for test in row["tests"]
@@ -45,25 +49,27 @@ def sampled_section(results: dict[str, Any], level: Row) -> Section:
         *(
             "arm",
             "where",
-            "outcome of the arm",
+            "outcome",
             "samples",
             "chi-square (degrees)",
             "p",
             "p (Holm)",
             "TV",
             "detectable TV",
+            "rare",
         ),
     ]
     return Section(SAMPLED, [words], [table(columns, rows, text_columns=3)])
 
 
 def lengths_section(results: dict[str, Any], level: Row) -> Section:
-    if level.get("passed") is None:
+    if level["status"] != "done":
         return not_measured(LENGTHS, level.get("why") or "")
     words = (
         f"{count(level['samples'])} sampled answers per arm, paired by request. Lengths: Kolmogorov and Smirnov's distance, p by "
         "swapping the arms within pairs; mean length likewise. Reasons: McNemar's exact test on answers cut at the limit. "
-        f"Corrected over arms and tests (Holm), level {level['level']:g}."
+        f"Corrected over arms and tests (Holm), level {level['level']:g}. Detectable: two distributions of lengths this far apart "
+        f"would have been found with probability {percent(level['power'], 0)} or more."
     )
     named = [(arm_label(results, row["arm"]), row["outcome"], row) for row in level["arms"]]
     if level["null"] is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eyas.eval.report.document import Section, Table, not_measured, table
-from eyas.eval.report.values import count, number, significant
+from eyas.eval.report.values import count, number, percent, significant
 
 TITLE = "L0: the sampler alone"
 
@@ -19,7 +19,8 @@ def sampler_section(level: dict[str, Any]) -> Section:
         f"float64 laws: {level['tests']} chi-square tests at a family-wise level of {level['level']:g} (Bonferroni: p below "
         f"{significant(level['threshold'])} each). Negative controls, samplers that are wrong on purpose: "
         f"{level['controls_found']} of {level['controls']} found out by the same tests. TV: total variation distance to the law; "
-        "it means something only beside the noise floor and the smallest TV that the test would find."
+        "it means something only beside the noise floor and the detectable TV, which the test would find with probability "
+        f"{percent(level['power'], 0)}, over the tokens as tested (rare ones taken together)."
     )
     tables = [_cases(level["cases"], caption="As it served")]
     installed = level["as_installed"]["cases"]

@@ -16,20 +16,47 @@ def schedule_section(results: dict[str, Any]) -> Section:
     schedule = results.get("schedule")
     if not schedule:
         return not_measured(TITLE)
-    ranges = listing([_range(*each) for each in schedule["ranges"]])
+    ranges = _ranges(schedule["ranges"])
     words = [
         f"Chosen: {ranges}. {'' if schedule['pays'] else 'Nothing pays anywhere, so the command serves without a head. '}"
-        "Chosen from the starts above and measured in fresh starts of its own, alternating with AR and with the arms it is made of.",
+        "Chosen from the starts above and measured in fresh starts of its own, alternating with AR, with the arms it is made of "
+        "and with every k that was the fastest of some cell.",
         f"Rule: {schedule['rule']}",
     ]
-    bullets = [f"Serve it: {schedule['serve_command_line']}", "speculative_config.json holds the configuration alone."]
+    bullets = [
+        f"Serve it: {schedule['serve_command_line']}",
+        "speculative_config.json holds the configuration alone.",
+        "Options and variables are those of the measured engines. Prefix caching, where it is switched off, may be left to "
+        "vLLM's default; it was not measured then.",
+    ]
     parts = [_measured(results, schedule), Section("Why these lengths", tables=[_choices(results, schedule)])]
-    return Section(TITLE, words, bullets=bullets, parts=parts)
+    return Section(TITLE, words, bullets=bullets, alerts=_alerts(results, schedule), parts=parts)
+
+
+def _alerts(results: dict[str, Any], schedule: Row) -> list[str]:
+    alerts = []
+    if results.get("mends"):
+        alerts.append(
+            f"Answers were measured on a mended engine ({listing(results['mends'])}). The command below starts vLLM as it is "
+            "installed, without the mends."
+        )
+    again = schedule["recomputed_ranges"]
+    if again is not None and again != schedule["ranges"]:
+        alerts.append(
+            f"The schedule that was served and measured differs from what the records lead to: {_ranges(again)}. The table of "
+            "candidates is recomputed; score again to measure that schedule."
+        )
+    return alerts
+
+
+def _ranges(ranges: list[list[int]]) -> str:
+    return listing([_range(*each) for each in ranges])
 
 
 def _range(first: int, last: int, length: int) -> str:
-    requests = f"{first}" if first == last else f"{first} to {last}"
-    return f"k={length} for {requests} requests"
+    if first == last:
+        return f"k={length} for {first} {'request' if first == 1 else 'requests'}"
+    return f"k={length} for {first} to {last} requests"
 
 
 def _measured(results: dict[str, Any], schedule: Row) -> Section:
@@ -49,7 +76,7 @@ def _measured(results: dict[str, Any], schedule: Row) -> Section:
         [
             *place(row),
             row["not_slower_than_ar"],
-            row["within_best_fixed"],
+            _within(results, row),
             arm_label(results, row["best_fixed_arm"]),
             str(row["batch_size"]),
             number(row["ar_tokens_per_second"], 1),
@@ -80,6 +107,11 @@ def _measured(results: dict[str, Any], schedule: Row) -> Section:
         bullets=bullets,
         alerts=alerts,
     )
+
+
+def _within(results: dict[str, Any], row: Row) -> str:
+    absent = listing([arm_label(results, arm) for arm in row["absent_and_better"]])
+    return f"{row['within_best_fixed']} ({absent} did not run beside it)" if absent else row["within_best_fixed"]
 
 
 def _choices(results: dict[str, Any], schedule: Row) -> Table:

@@ -7,7 +7,10 @@ from typing import Any
 from eyas.eval.report.document import Section, Table, not_measured, table
 from eyas.eval.report.figures.cost import split_figures
 from eyas.eval.report.names import PLACE, arm_label, place
+from eyas.eval.report.sections.capacity import capacity_section
 from eyas.eval.report.values import count, listing, milliseconds, number, percent
+from eyas.eval.timing.derive import MAX_DIFFERENCE
+from eyas.eval.timing.perturbation import MAX_PERTURBATION
 
 TITLE = "F. Where the time goes"
 SPLIT_WORDS = (
@@ -18,7 +21,13 @@ SPLIT_WORDS = (
 
 
 def steps_section(results: dict[str, Any]) -> Section:
-    parts = [_step_times(results), _split(results), _derived(results), _check(results)]
+    parts = [
+        _step_times(results),
+        _split(results),
+        _derived(results),
+        _check(results),
+        capacity_section(results),
+    ]
     return Section(TITLE, parts=parts)
 
 
@@ -28,7 +37,8 @@ def _step_times(results: dict[str, Any]) -> Section:
     if not rows:
         return not_measured(title)
     words = (
-        "Pure decode steps (no request is reading its prompt) with the nominal number of requests running, all starts."
+        "Pure decode steps (no request is reading its prompt) with the nominal number of requests running, all starts of the "
+        "grid. The schedule ran later, in a phase of its own, so its seconds are not among these."
     )
     ratios = {_key(row): row["ratio"] for row in results.get("time_derived") or []}
     shown = [
@@ -66,7 +76,23 @@ def _split(results: dict[str, Any]) -> Section:
         return Section(title, ["Not measured in this session."], bullets=list(reasons))
     figures = split_figures(rows, results)
     tables = [_split_table(results, rows), _verify_table(results, rows)]
-    return Section(title, list(SPLIT_WORDS), tables, bullets=list(reasons), figures=figures)
+    words = [*SPLIT_WORDS, _settled(rows)]
+    return Section(title, words, tables, bullets=list(reasons), figures=figures, alerts=_disturbed(rows))
+
+
+def _disturbed(rows: list[dict[str, Any]]) -> list[str]:
+    disturbed = sum(row["undisturbed"] is False for row in rows)
+    if not disturbed:
+        return []
+    return [
+        f"The instruments changed a step by more than {percent(MAX_PERTURBATION, 0)}, beyond chance, in {disturbed} of "
+        f"{len(rows)} rows: there the parts are not those of an undisturbed step."
+    ]
+
+
+def _settled(rows: list[dict[str, Any]]) -> str:
+    known = sum(row["undisturbed"] is True for row in rows)
+    return f"In {known} of {len(rows)} rows the whole interval of the perturbation lies within {percent(MAX_PERTURBATION, 0)}."
 
 
 def _split_table(results: dict[str, Any], rows: list[dict[str, Any]]) -> Table:
@@ -156,13 +182,20 @@ def _check(results: dict[str, Any]) -> Section:
     worst = max(rows, key=lambda row: abs(row["difference_share"]))
     words = (
         "The parts of an arm minus those of AR must add up to the extra time of a step in the uninstrumented starts. Largest "
-        f"difference: {percent(abs(worst['difference_share']))} of a step."
+        f"difference: {percent(abs(worst['difference_share']))} of a step; they agree where it is at most "
+        f"{percent(MAX_DIFFERENCE, 0)}, about what starts of a process differ by on their own."
     )
+    apart = [row for row in rows if not row["agrees"]]
+    alerts = [
+        f"In {len(apart)} of {len(rows)} cells the parts do not add up to what the uninstrumented starts say, by more than "
+        f"{percent(MAX_DIFFERENCE, 0)} of a step: do not quote the parts of a step there."
+    ]
     parts = ("draft", "verify", "sample", "overhead")
     shown = [
         [
             *place(row),
             arm_label(results, row["arm"]),
+            "yes" if row["agrees"] else "NO",
             str(row["batch_size"]),
             listing([f"{part} {milliseconds(row['extra_by_part'][part])}" for part in parts]),
             milliseconds(row["extra_split"]),
@@ -173,7 +206,9 @@ def _check(results: dict[str, Any]) -> Section:
         for row in rows
     ]
     columns = [
-        *(*PLACE, "arm", "batch size", "extra by part [ms]", "extra, split [ms]", "extra, derived [ms]"),
+        *(*PLACE, "arm", "agree", "batch size", "extra by part [ms]", "extra, split [ms]", "extra, derived [ms]"),
         *("difference / step", "step without draft / proxy"),
     ]
-    return Section(title, [words], [table(columns, shown, text_columns=3)])
+    marks = ["" if row["agrees"] else "slower" for row in rows]
+    tables = [table(columns, shown, text_columns=4, row_marks=marks)]
+    return Section(title, [words], tables, alerts=alerts if apart else [])

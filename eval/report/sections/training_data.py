@@ -15,17 +15,23 @@ def data_section(results: dict[str, Any]) -> Section:
     context = results["context"]
     stages = context.get("stages", {})
     if "collect" not in stages:
-        return Section(TITLE, ["No counts of the training data came with this head."])
+        return Section(TITLE, ["No counts of the training data came with this head.", _identity_words(context)])
     counts = stages["collect"]["counts"]
     if "train" not in stages:
         words = (
             "The head comes from elsewhere: what it was trained on is not known here, so nothing says that the prompts "
             "measured above were kept out of it. The counts below are of the conversations that the prompts come from."
         )
-        return Section(TITLE, [words], [_sources_table(counts)])
-    return Section(
-        TITLE, [_guard_words(context, counts), _token_words(stages["prepare"]["counts"])], [_sources_table(counts)]
-    )
+        return Section(TITLE, [words, _identity_words(context)], [_sources_table(counts)])
+    told = [_guard_words(context, counts), _token_words(stages["prepare"]["counts"]), _identity_words(context)]
+    return Section(TITLE, told, [_sources_table(counts)])
+
+
+def _identity_words(context: dict[str, Any]) -> str:
+    digest = context.get("data_sha256")
+    if digest is None:
+        return "No hash of the training conversations is known."
+    return f"sha256 of the training conversations: `{digest}`."
 
 
 def _guard_words(context: dict[str, Any], counts: dict[str, Any]) -> str:
