@@ -81,7 +81,12 @@ def only_arm(recipe: Recipe, name: str) -> Recipe:
     if name not in arms:
         raise ValueError(f"--arm {name}: the recipe has no such arm; it has {', '.join(arms)}")
     lengths = tuple(length for length in score.draft_lengths if name == f"k{length}")
-    own = {"draft_lengths": lengths, "arms": {} if lengths else {name: score.arms[name]}, "schedule": False, "only": name}
+    own = {
+        "draft_lengths": lengths,
+        "arms": {} if lengths else {name: score.arms[name]},
+        "schedule": False,
+        "only": name,
+    }
     return recipe.model_copy(update={"score": score.model_copy(update=own)})
 
 

@@ -120,7 +120,11 @@ def measured_step_seconds(run_dir: Path, *, batch_tokens: int) -> float | None:
         path = run_dir / name / "metrics.jsonl"
         if not path.is_file():
             continue
-        rates = [record["tokens_per_second"] for record in map(json.loads, path.read_text().splitlines()) if "tokens_per_second" in record]
+        rates = [
+            record["tokens_per_second"]
+            for record in map(json.loads, path.read_text().splitlines())
+            if "tokens_per_second" in record
+        ]
         if rates and rates[-1] > 0:
             return batch_tokens / rates[-1]
     return None

@@ -17,7 +17,8 @@ def submit(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     stage: Annotated[
-        list[str] | None, typer.Option(help="Only this stage (may be given again): prepare, extract, train, export, score.")
+        list[str] | None,
+        typer.Option(help="Only this stage (may be given again): prepare, extract, train, export, score."),
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of the training.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=0, help="GPUs of each node.")] = None,
@@ -27,10 +28,13 @@ def submit(
     partition: Annotated[str | None, typer.Option(help="Partition.")] = None,
     account: Annotated[str | None, typer.Option(help="Account.")] = None,
     qos: Annotated[str | None, typer.Option(help="Quality of service.")] = None,
-    array: Annotated[str | None, typer.Option(help="Only these tasks of the stage's array, such as 3 or 0-7%4.")] = None,
+    array: Annotated[
+        str | None, typer.Option(help="Only these tasks of the stage's array, such as 3 or 0-7%4.")
+    ] = None,
     extract_tasks: Annotated[int, typer.Option(min=1, help="Tasks that extract features side by side.")] = 1,
     launch: Annotated[
-        str | None, typer.Option(help="accelerate config file, or a DeepSpeed file (*.json), for the training; default DDP.")
+        str | None,
+        typer.Option(help="accelerate config file, or a DeepSpeed file (*.json), for the training; default DDP."),
     ] = None,
     site: Annotated[Path | None, typer.Option(help="Site file instead of ~/.config/eyas/slurm.yaml.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the scripts and submit nothing.")] = False,
@@ -52,7 +56,13 @@ def submit(
     )
     options = Options(resources=asked, extract_tasks=extract_tasks, array=array, launch=launch)
     submit_recipe(
-        recipe, overrides=overrides or [], stages=stage or [], options=options, site_path=site, dry_run=dry_run, say=typer.echo
+        recipe,
+        overrides=overrides or [],
+        stages=stage or [],
+        options=options,
+        site_path=site,
+        dry_run=dry_run,
+        say=typer.echo,
     )
 
 

@@ -57,7 +57,11 @@ def plan_sweep(recipe: Recipe, folder: Path, *, stages: Sequence[str], site: Sit
         folder: with recipe.yaml (the recipe without its sweep) and sweep.yaml.
     """
     links = plan_chain(
-        recipe, folder / "recipe.yaml", stages=[each for each in stages if each in ("prepare", "extract")], site=site, options=options
+        recipe,
+        folder / "recipe.yaml",
+        stages=[each for each in stages if each in ("prepare", "extract")],
+        site=site,
+        options=options,
     )
     if "train" not in stages:
         return links
@@ -66,7 +70,9 @@ def plan_sweep(recipe: Recipe, folder: Path, *, stages: Sequence[str], site: Sit
     run_dir = str(point_directory(recipe, "{task}"))
     jobs = {
         "link": make("pipeline", "sweep", ["sweep", "--link", whole], gpus=False, name="link"),
-        "train": make("train", "train", [f"{run_dir}/{RECIPE}"], array=options.array or f"0-{count - 1}", run_dir=run_dir),
+        "train": make(
+            "train", "train", [f"{run_dir}/{RECIPE}"], array=options.array or f"0-{count - 1}", run_dir=run_dir
+        ),
         "table": make("pipeline", "sweep", ["sweep", "--table", whole], gpus=False, name="table"),
     }
     for name, job in jobs.items():

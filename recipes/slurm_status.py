@@ -49,7 +49,9 @@ def _stage_state(run_dir: Path, stage: str) -> str:
     """By what lies there; whether it is stale only the pipeline knows."""
     folder = run_dir / ("features" if stage == "extract" else stage)
     if (folder / MANIFEST).is_file():
-        return f"stands ({read_json(folder / MANIFEST)['seconds']:.0f} s, {read_json(folder / MANIFEST)['finished_at']})"
+        return (
+            f"stands ({read_json(folder / MANIFEST)['seconds']:.0f} s, {read_json(folder / MANIFEST)['finished_at']})"
+        )
     return "under way" if folder.with_name(f"{folder.name}.partial").is_dir() else "not begun"
 
 
@@ -63,7 +65,9 @@ def _training(run_dir: Path, recipe: Recipe) -> list[str]:
     taus = [record["heldout/tau"] for record in records if "heldout/tau" in record]
     epoch, step = last.get("epoch", 0.0), last["step"]
     total = round(step * recipe.train.epochs / epoch) if epoch else None
-    words = [f"training: step {step}{f' of about {total}' if total else ''}, epoch {epoch:.2f} of {recipe.train.epochs}"]
+    words = [
+        f"training: step {step}{f' of about {total}' if total else ''}, epoch {epoch:.2f} of {recipe.train.epochs}"
+    ]
     rate = last.get("tokens_per_second")
     if rate:
         words.append(f"{rate:,.0f} tokens/s")

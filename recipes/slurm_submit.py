@@ -65,7 +65,9 @@ def _stages(asked: Sequence[str], *, options: Options) -> list[str]:
     if unknown:
         raise ValueError(f"--stage {unknown[0]}: there is no such stage; there are {', '.join(STAGES)}")
     if options.array is not None and list(asked) not in (["extract"], ["score"], ["train"]):
-        raise ValueError("--array chooses tasks of one stage: name it with --stage extract, --stage score, or --stage train")
+        raise ValueError(
+            "--array chooses tasks of one stage: name it with --stage extract, --stage score, or --stage train"
+        )
     return [stage for stage in STAGES if not asked or stage in asked]
 
 

@@ -61,7 +61,9 @@ def sweep_points(recipe: Recipe) -> list[Point]:
             "the recipe has no sweep; list values for some of its keys, such as sweep: {train.ttt_steps: [2, 3]}"
         )
     combinations = itertools.product(*recipe.sweep.values())
-    return [_point(recipe, number, dict(zip(recipe.sweep, each, strict=True))) for number, each in enumerate(combinations)]
+    return [
+        _point(recipe, number, dict(zip(recipe.sweep, each, strict=True))) for number, each in enumerate(combinations)
+    ]
 
 
 def _point(recipe: Recipe, number: int, values: dict[str, Any]) -> Point:

@@ -22,7 +22,9 @@ def write_table(recipe: Recipe) -> Path:
     rows = [_row(recipe, point) for point in points]
     trained = [row for row in rows if row["heldout_tau"] is not None]
     if not trained:
-        raise ValueError(f"no combination of the sweep in {folder} is trained yet; run `eyas sweep` with the same recipe")
+        raise ValueError(
+            f"no combination of the sweep in {folder} is trained yet; run `eyas sweep` with the same recipe"
+        )
     keys = list(recipe.sweep)
     write_json(folder / "sweep.json", {"keys": keys, "runs": rows})
     _plot(trained, keys=keys, path=folder / "sweep.svg")
@@ -54,9 +56,12 @@ def _markdown(name: str, rows: list[dict[str, Any]], *, keys: list[str]) -> str:
         values = [_shown(row["values"][key]) for key in keys]
         lines.append(f"| {' | '.join([str(row['run']), *values, *_results(row)])} |")
     lengths = {row["chain_length"] for row in rows if row["chain_length"] is not None}
-    lines += ["", f"Held-out tau at k={', '.join(map(str, sorted(lengths)))}: tokens per verification step, bonus token included, "
-              "step-weighted, as training measures it; one run each, so differences of a percent are not told from chance. "
-              "Speed is not in this table: `eyas score` measures it."]
+    lines += [
+        "",
+        f"Held-out tau at k={', '.join(map(str, sorted(lengths)))}: tokens per verification step, bonus token included, "
+        "step-weighted, as training measures it; one run each, so differences of a percent are not told from chance. "
+        "Speed is not in this table: `eyas score` measures it.",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -86,7 +91,9 @@ def _plot(rows: list[dict[str, Any]], *, keys: list[str], path: Path) -> None:
         taus = {name: [row["heldout_tau"] for row in rows if _shown(row["values"][key]) == name] for name in names}
         for place, name in enumerate(names):
             axis.plot([place] * len(taus[name]), taus[name], "o", color="#0072B2", markersize=5)
-        axis.plot(range(len(names)), [sum(taus[name]) / len(taus[name]) for name in names], "-", color="#D55E00", linewidth=1)
+        axis.plot(
+            range(len(names)), [sum(taus[name]) / len(taus[name]) for name in names], "-", color="#D55E00", linewidth=1
+        )
         axis.set_xticks(range(len(names)), names)
         axis.set_xlabel(key)
         axis.margins(x=0.2)

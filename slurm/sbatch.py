@@ -9,7 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LIVE = frozenset(
-    {"PENDING", "RUNNING", "REQUEUED", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUE_HOLD", "REQUEUE_FED", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING"}
+    {
+        "PENDING",
+        "RUNNING",
+        "REQUEUED",
+        "CONFIGURING",
+        "COMPLETING",
+        "SUSPENDED",
+        "REQUEUE_HOLD",
+        "REQUEUE_FED",
+        "SIGNALING",
+        "STAGE_OUT",
+        "STOPPED",
+        "RESIZING",
+    }
 )
 """States of a job that may still write into its run directory."""
 
@@ -57,7 +70,9 @@ def submit(script: Path) -> str:
     return result.stdout.strip().partition(";")[0]  # a cluster's name may follow
 
 
-ENDED_BADLY = frozenset({"FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"})
+ENDED_BADLY = frozenset(
+    {"FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+)
 
 
 def requeue(job: str) -> None:
@@ -121,9 +136,14 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     except FileNotFoundError as error:
         raise ValueError(f"{command[0]} is not on PATH: this machine has no SLURM commands") from error
     except subprocess.TimeoutExpired as error:
-        raise ValueError(f"{command[0]} did not answer within {TIMEOUT_SECONDS} s; is the controller up? (`scontrol ping`)") from error
+        raise ValueError(
+            f"{command[0]} did not answer within {TIMEOUT_SECONDS} s; is the controller up? (`scontrol ping`)"
+        ) from error
 
 
 def _said(result: subprocess.CompletedProcess[str]) -> str:
     words = (result.stderr.strip() or result.stdout.strip()).splitlines()
-    return " ".join(line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in words) or f"exit code {result.returncode}"
+    return (
+        " ".join(line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in words)
+        or f"exit code {result.returncode}"
+    )

@@ -58,7 +58,9 @@ def render(job: Job) -> str:
     """
     header, body = _split(template_text(job.template))
     directives = _directives(header) | _asked(job)
-    lines = [f"#SBATCH --{name}{'' if value is None else f'={_one_word(name, value)}'}" for name, value in directives.items()]
+    lines = [
+        f"#SBATCH --{name}{'' if value is None else f'={_one_word(name, value)}'}" for name, value in directives.items()
+    ]
     comment = [line for line in header.splitlines() if not _DIRECTIVE.match(line)]
     top, rest = body.split(BEGIN)
     _, bottom = rest.split(END)

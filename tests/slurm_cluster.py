@@ -59,7 +59,9 @@ def why_not() -> str | None:
     """Why no SLURM can be started here; None when one can."""
     if os.geteuid() != 0:
         return "SLURM's daemons need root here"
-    missing = [name for name in ("slurmctld", "slurmd", "munged", "sbatch") if shutil.which(name, path=daemon_path()) is None]
+    missing = [
+        name for name in ("slurmctld", "slurmd", "munged", "sbatch") if shutil.which(name, path=daemon_path()) is None
+    ]
     return f"{', '.join(missing)} not installed (apt-get install slurm-wlm munge)" if missing else None
 
 
@@ -95,7 +97,9 @@ class Cluster:
         deadline = time.monotonic() + seconds
         while True:
             lines = self.command("scontrol", "show", "job", job, "-o").splitlines()
-            states = {dict(word.partition("=")[::2] for word in line.split(" ") if "=" in word)["JobState"] for line in lines}
+            states = {
+                dict(word.partition("=")[::2] for word in line.split(" ") if "=" in word)["JobState"] for line in lines
+            }
             if states <= set(FINISHED):
                 return states.pop() if len(states) == 1 else ",".join(sorted(states))
             if time.monotonic() > deadline:
@@ -146,7 +150,13 @@ def _free_ports(count: int) -> list[int]:
 
 def _start(folder: Path, environment: dict[str, str]) -> Cluster:
     munge = folder / "munge"
-    names = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid", "log-file": "munged.log", "seed-file": "munged.seed"}
+    names = {
+        "key-file": "munge.key",
+        "socket": "munge.socket",
+        "pid-file": "munged.pid",
+        "log-file": "munged.log",
+        "seed-file": "munged.seed",
+    }
     found = Cluster(folder, environment)
     found.command("munged", *(f"--{option}={munge / name}" for option, name in names.items()))
     found.command("slurmctld", "-f", environment["SLURM_CONF"])
@@ -164,7 +174,11 @@ def _start(folder: Path, environment: dict[str, str]) -> Cluster:
 
 def _stop(folder: Path) -> None:
     """End every daemon that left a pid file, and wait until it is gone."""
-    pids = [int(path.read_text()) for path in [*folder.glob("run/*.pid"), folder / "munge" / "munged.pid"] if path.is_file() and path.read_text().strip()]
+    pids = [
+        int(path.read_text())
+        for path in [*folder.glob("run/*.pid"), folder / "munge" / "munged.pid"]
+        if path.is_file() and path.read_text().strip()
+    ]
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)

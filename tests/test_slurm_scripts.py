@@ -37,7 +37,9 @@ def directives(script: str) -> dict[str, str]:
     return dict(line.partition("=")[::2] for line in lines)
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed (apt-get install shellcheck)")
+@pytest.mark.skipif(
+    shutil.which("shellcheck") is None, reason="shellcheck is not installed (apt-get install shellcheck)"
+)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_and_rendered_scripts_pass_shellcheck(name: Template, tmp_path: Path) -> None:
     script = tmp_path / "rendered.sbatch"
@@ -175,11 +177,19 @@ def marker(name: str | None, step: int) -> str:
 
 def test_the_launch_names_every_node_and_the_first_ones_address(trial: Trial) -> None:
     trial.step("exit 0")
-    assert trial.run() == (0, f"eyas: job 41, restart 0, 2 nodes x 4, rendezvous 10.0.0.7:20041, {trial.run_dir}\neyas: training ended with status 0\n")
+    assert trial.run() == (
+        0,
+        f"eyas: job 41, restart 0, 2 nodes x 4, rendezvous 10.0.0.7:20041, {trial.run_dir}\neyas: training ended with status 0\n",
+    )
     launched = next(line for line in trial.log if line.startswith("srun "))
     assert launched.startswith("srun --kill-on-bad-exit=1 --wait=60 --ntasks=2 --ntasks-per-node=1 bash -c ")
     everything = Path(trial.environment["SHIM_LOG"]).read_text()
-    for part in ("--num_machines 2 --num_processes 8", "--rdzv_backend c10d", "--main_process_ip 10.0.0.7", "--main_process_port 20041"):
+    for part in (
+        "--num_machines 2 --num_processes 8",
+        "--rdzv_backend c10d",
+        "--main_process_ip 10.0.0.7",
+        "--main_process_port 20041",
+    ):
         assert part in everything
     assert trial.requeued == []
 
