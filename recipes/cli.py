@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from eyas.recipes import ceiling_command, data_commands, head_commands, report_command
+from eyas.recipes import ceiling_command, data_commands, head_commands, report_command, slurm_commands, sweep_command
 from eyas.recipes.arguments import OverridesArgument, RecipeArgument
 from eyas.train.preemption import EXIT_REQUEUE, Preempted
 
@@ -63,6 +63,7 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(no_args_is_help=True, help="The recipes that come with eyas.")
 app.add_typer(recipes_app, name="recipes")
+app.add_typer(slurm_commands.slurm_app, name="slurm")
 
 
 def _show_version(wanted: bool) -> None:
@@ -104,8 +105,16 @@ def extract(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     join: Annotated[bool, typer.Option("--join", help="Help an extraction that another process has begun.")] = False,
+    part: Annotated[
+        bool, typer.Option("--part", help="Make shards beside others; `eyas extract` without it seals them.")
+    ] = False,
 ) -> None:
-    """Run up to the target's hidden states. With --join: take shards of a running extraction, on another GPU or node."""
+    """Run up to the target's hidden states. With --join or --part: take shards, on another GPU or node."""
+    if part:
+        from eyas.recipes.join import extract_part
+
+        extract_part(_load(recipe, overrides), say=typer.echo)
+        return
     if join:
         from eyas.recipes.join import join_extraction
 
@@ -137,15 +146,19 @@ def score(
         float | None,
         typer.Option("--budget", help="Minutes to fill with starts, --repeats at least (score.budget_minutes)."),
     ] = None,
+    arm: Annotated[
+        str | None, typer.Option("--arm", help="Only this arm beside plain decoding, in a directory of its own.")
+    ] = None,
 ) -> None:
     """Run up to the measurement in vLLM and the report. A finished session is continued when more starts are asked for."""
     asked = {"score.starts_per_arm": repeats, "score.budget_minutes": budget}
     more = [f"{key}={value}" for key, value in asked.items() if value is not None]
-    _run_and_show(recipe, [*(overrides or []), *more])
+    _run_and_show(recipe, [*(overrides or []), *more], arm=arm)
 
 
 app.command()(report_command.report)
 app.command()(ceiling_command.ceiling)
+app.command()(sweep_command.sweep)
 app.command()(data_commands.plan)
 app.command()(data_commands.presets)
 app.command()(head_commands.check)
@@ -237,10 +250,12 @@ def _run_stages(recipe: str, overrides: list[str] | None, *, last: str) -> None:
     run_until(_load(recipe, overrides), last=last, say=typer.echo)
 
 
-def _run_and_show(recipe: str, overrides: list[str] | None) -> None:
+def _run_and_show(recipe: str, overrides: list[str] | None, *, arm: str | None = None) -> None:
     from eyas.heads.files import read_json
     from eyas.recipes.pipeline import run_until
+    from eyas.recipes.score_stage import only_arm
 
-    finished = run_until(_load(recipe, overrides), last="score", say=typer.echo)
+    resolved = _load(recipe, overrides)
+    finished = run_until(resolved if arm is None else only_arm(resolved, arm), last="score", say=typer.echo)
     score_dir = finished.directory("score")
     report_command.show_results(read_json(score_dir / "results.json"), score_dir=score_dir)

@@ -11,7 +11,7 @@ import copy
 import difflib
 import importlib.resources
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,34 @@ def load_recipe(reference: str | Path, *, overrides: Iterable[str] = ()) -> Reci
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected sections such as 'target:' and 'train:', got {_shown(values)}")
     values = _apply_overrides(values, overrides=overrides)
+    return _validated(values, origin=str(path))
+
+
+def _validated(values: Any, *, origin: str) -> Recipe:
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
         details = _innermost(error.errors(include_url=False))
         lines = [_describe(detail) for detail in details]
-        raise ValueError(_joined(str(path), lines=lines)) from error
+        raise ValueError(_joined(origin, lines=lines)) from error
+
+
+def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """`recipe` with other values for some of its keys, `section.field` -> value.
+
+    Raises:
+        ValueError: a key that no recipe has, or a value that the schema refuses (all of them listed).
+    """
+    merged: dict[str, Any] = recipe.model_dump(mode="json")
+    for key, value in values.items():
+        if key not in valid_keys():
+            raise ValueError(f"{key}: unknown key{_hint(key, valid=[*valid_keys()])}")
+        *sections, field = key.split(".")
+        place = merged
+        for section in sections:
+            place = place[section]
+        place[field] = value
+    return _validated(merged, origin=recipe.name)
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from eyas.heads.files import write_json, write_text
 from eyas.recipes.distributed import launched_processes, train_in_processes
 from eyas.recipes.load import dump_recipe
-from eyas.recipes.run import Run, open_run, stage_names
+from eyas.recipes.run import Run, open_run, scores_own_head, stage_names
 from eyas.recipes.schema import Recipe
 from eyas.recipes.sources import expand, local_files
 from eyas.recipes.stage import MANIFEST, Stage, read_manifest, run_lock, run_stage, stage_status
@@ -25,16 +25,23 @@ def run_until(recipe: Recipe, *, last: str, say: Say) -> Run:
     Raises:
         ValueError: bad input of any stage, or another process at work in the run directory.
     """
+    if recipe.sweep:
+        raise ValueError(
+            "the recipe has a sweep, so it is many runs: `eyas sweep RECIPE` trains them all; sweep={} runs the recipe itself"
+        )
     if launched_processes() > 1:
         return _train_in_processes(recipe, last=last, say=say)
     _require_sources(recipe)
     run = open_run(recipe)  # before the lock, so that a target that does not exist leaves no run directory
     _require_head_possible(run, last=last)
-    with run_lock(run.run_dir):
-        write_text(run.run_dir / "recipe.yaml", dump_recipe(recipe))
-        write_json(
-            run.run_dir / "target.json", {"directory": str(run.target_dir), "fingerprint": run.target_fingerprint}
-        )
+    _require_export(run)
+    only = recipe.score.only if last == "score" else None  # arms of a run may be measured side by side, on many nodes
+    with run_lock(run.run_dir, part=None if only is None else f"score-{only}"):
+        if only is None:
+            write_text(run.run_dir / "recipe.yaml", dump_recipe(recipe))
+            write_json(
+                run.run_dir / "target.json", {"directory": str(run.target_dir), "fingerprint": run.target_fingerprint}
+            )
         for name in stage_names(recipe, last=last):
             _run_one(STAGES[name](run), run_dir=run.run_dir, say=say)
     return run
@@ -77,6 +84,13 @@ def _require_head_possible(run: Run, *, last: str) -> None:
     made = all((run.directory(name) / MANIFEST).is_file() for name in ("prepare", *needed, "train"))
     if not made or stage_status(STAGES["train"](run), run_dir=run.run_dir) != "complete":
         require_head_possible(run)
+
+
+def _require_export(run: Run) -> None:
+    """One arm of a run alone is measured by many tasks at once, and none of them makes the head."""
+    own = run.recipe.score.only is not None and scores_own_head(run.recipe)
+    if own and not (run.directory("export") / MANIFEST).is_file():
+        raise ValueError(f"there is no head in {run.directory('export')} yet; run `eyas export` with the same recipe first")
 
 
 def _require_sources(recipe: Recipe) -> None:

@@ -33,12 +33,19 @@ class Run:
         A head from elsewhere, and arms without a head, are measured in directories of their own, so that the run's own
         measurement stays.
         """
-        if stage == "score" and self.recipe.score.head is not None:
-            head = Path(self.recipe.score.head).expanduser().resolve()
-            return self.run_dir / f"score-{head.name}-{fingerprint(str(head))[:6]}"
-        if stage == "score" and not self.recipe.score.draft_lengths:
-            return self.run_dir / "score-without-head"
+        if stage == "score":
+            return self.run_dir / self._score_name()
         return self.run_dir / ("features" if stage == "extract" else stage)
+
+    def _score_name(self) -> str:
+        score = self.recipe.score
+        name = "score"
+        if score.head is not None:
+            head = Path(score.head).expanduser().resolve()
+            name = f"score-{head.name}-{fingerprint(str(head))[:6]}"
+        elif not score.draft_lengths and score.only is None:
+            name = "score-without-head"
+        return name if score.only is None else f"{name}-{score.only}"
 
     @property
     def conversations(self) -> Path:
@@ -72,7 +79,7 @@ def stage_names(recipe: Recipe, *, last: str) -> list[str]:
                 "or `eyas train`"
             )
         names.remove("extract")
-    if last == "score" and not scores_own_head(recipe):
+    if last == "score" and (recipe.score.only is not None or not scores_own_head(recipe)):
         names = ["score"]  # nothing is made before it is measured
     return [*data_stage_names(recipe), *names]
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from eyas.recipes.schema_data import Data
 from eyas.recipes.schema_features import Features
@@ -67,6 +67,19 @@ class Recipe(Section):
     tracking: Tracking = Tracking()
     export: Export = Export()
     score: Score = Score()
+    sweep: dict[str, list[Any]] = Field(
+        default_factory=dict, description="lists of values by key; `eyas sweep` trains every combination"
+    )
+
+    @field_validator("sweep")
+    @classmethod
+    def _check_sweep(cls, sweep: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        for key, values in sweep.items():
+            if key in ("name", "run_dir", "sweep") or key.startswith("score."):
+                raise ValueError(f"{key} cannot be swept: it does not change the head")
+            if not values or any(value in values[:place] for place, value in enumerate(values)):
+                raise ValueError(f"{key} needs values, each once")
+        return sweep
 
     @model_validator(mode="after")
     def _check_vocabulary(self) -> Self:

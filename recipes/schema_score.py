@@ -80,6 +80,10 @@ class Score(Section):
         default_factory=dict,
         description="other arms by name, each a speculative_config of vLLM (ngram, draft_model, suffix, ...)",
     )
+    only: str | None = Field(
+        default=None,
+        description="this arm alone beside plain decoding, in a directory of its own; set by `eyas score --arm`",
+    )
     schedule: bool = Field(default=False, description="choose k by batch size from the grid and measure it as an arm")
     protocol: Literal["starts", "side-by-side"] = Field(
         default="starts", description="one engine at a time in alternating fresh processes, or two loaded at once"

@@ -11,6 +11,7 @@ import typer
 
 from eyas.heads.files import fingerprint_file, read_json, write_json
 from eyas.recipes.run import Run, available_cores, scores_own_head
+from eyas.recipes.schema import Recipe
 from eyas.recipes.score_context import measured_context, score_context
 from eyas.recipes.score_continue import adopt_starts, is_same_grid
 from eyas.recipes.score_heads import arm_fingerprints, head_fingerprint, require_servable_arm, servable_head
@@ -72,6 +73,26 @@ def score_stage(run: Run) -> Stage:
     )
 
 
+def only_arm(recipe: Recipe, name: str) -> Recipe:
+    """`recipe` that measures one of its arms, and plain decoding, in a directory of its own.
+
+    Raises:
+        ValueError: the recipe has no such arm.
+    """
+    score = recipe.score
+    arms = [f"k{length}" for length in score.draft_lengths] + list(score.arms)
+    if name not in arms:
+        raise ValueError(f"--arm {name}: the recipe has no such arm; it has {', '.join(arms)}")
+    lengths = tuple(length for length in score.draft_lengths if name == f"k{length}")
+    own = {
+        "draft_lengths": lengths,
+        "arms": {} if lengths else {name: score.arms[name]},
+        "schedule": False,
+        "only": name,
+    }
+    return recipe.model_copy(update={"score": score.model_copy(update=own)})
+
+
 def scored_head(run: Run) -> Path | None:
     """The head directory that is measured; None when only other arms are."""
     if not run.recipe.score.draft_lengths:
@@ -83,7 +104,7 @@ def scored_head(run: Run) -> Path | None:
 def score_settings(run: Run) -> dict[str, Any]:
     """The settings that change what is measured, with machine-dependent defaults filled in."""
     score = run.recipe.score
-    return without(score.model_dump(mode="json"), {"timeout_s", "head"}) | {
+    return without(score.model_dump(mode="json"), {"timeout_s", "head", "only"}) | {
         "threads": score.threads or available_cores(),
         "template_options": template_options(run),
     }

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -154,27 +155,48 @@ def refresh_files(directory: Path) -> None:
     write_json(directory / MANIFEST, manifest | {"files": _checksums(directory, sample_above=LARGE_FILE_BYTES)})
 
 
+def begin_stage(stage: Stage, *, run_dir: Path) -> Path:
+    """The directory in which several processes fill `stage` together; whoever comes first makes it.
+
+    None of them publishes it: running the stage afterwards does, and finds their work done.
+
+    Raises:
+        ValueError: as `run_stage`.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / f".lock-{stage.name}").open("a", encoding="utf-8") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        _enter(_partial(run_dir / stage.name), stage=stage)
+    return _partial(run_dir / stage.name)
+
+
 @contextmanager
-def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold `run_dir` for this process; the kernel lets go when the process ends, however it ends.
+def run_lock(run_dir: Path, *, part: str | None = None) -> Iterator[None]:
+    """Hold `run_dir`, or a part of it, for this process; the kernel lets go when the process ends, however it ends.
 
     Raises:
         ValueError: another process holds it.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / ".lock").open("a+", encoding="utf-8") as stream:
+    with (run_dir / (".lock" if part is None else f".lock-{part}")).open("a+", encoding="utf-8") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             stream.seek(0)
             raise ValueError(
-                f"{run_dir} is in use by another eyas process (id {stream.read().strip() or 'unknown'}); "
+                f"{run_dir} is in use by another eyas process ({stream.read().strip() or 'unknown'}); "
                 "wait for it, or set run_dir=... to write elsewhere"
             ) from error
         stream.truncate(0)
-        stream.write(str(os.getpid()))
+        stream.write(_holder())
         stream.flush()
         yield
+
+
+def _holder() -> str:
+    """This process as another one would look for it: on another node its number alone says nothing."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"id {os.getpid()} on {socket.gethostname()}" + (f", SLURM job {job}" if job else "")
 
 
 def _partial(final: Path) -> Path:

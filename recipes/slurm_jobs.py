@@ -1,0 +1,163 @@
+"""The jobs of a recipe: which stages run where, after what, and with what each asks for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from eyas.recipes.schema import Recipe
+from eyas.recipes.sweep import RECIPE, point_directory
+from eyas.slurm.script import Job, Template
+from eyas.slurm.site import Resources, Site
+
+STAGES = ("prepare", "extract", "train", "export", "score")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A job of a chain and the job that must have ended well before it; None = nothing."""
+
+    stage: str
+    job: Job
+    after: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line asks for: resources of every job it submits, tasks of the arrays, seconds per checkpoint.
+
+    `array` is of the stage that is submitted alone, to run single tasks again.
+    """
+
+    resources: Resources
+    extract_tasks: int
+    array: str | None
+    launch: str | None
+
+
+def plan_chain(recipe: Recipe, recipe_path: Path, *, stages: Sequence[str], site: Site, options: Options) -> list[Link]:
+    """The jobs of `stages`, in order, each after the one before it.
+
+    Args:
+        recipe_path: the file that the jobs read: on a disk that their nodes see.
+    """
+    links: list[Link] = []
+    for stage in stages:
+        for name, job in _jobs(recipe, recipe_path, stage=stage, site=site, options=options).items():
+            links.append(Link(stage=name, job=job, after=links[-1].stage if links else None))
+    return links
+
+
+def plan_sweep(recipe: Recipe, folder: Path, *, stages: Sequence[str], site: Site, options: Options) -> list[Link]:
+    """The jobs of a sweep: data and features once, every combination as a task of one array, then the table.
+
+    Args:
+        folder: with recipe.yaml (the recipe without its sweep) and sweep.yaml.
+    """
+    links = plan_chain(
+        recipe,
+        folder / "recipe.yaml",
+        stages=[each for each in stages if each in ("prepare", "extract")],
+        site=site,
+        options=options,
+    )
+    if "train" not in stages:
+        return links
+    make = _Maker(recipe=recipe, site=site, options=options)
+    whole, count = str(folder / "sweep.yaml"), math.prod(len(values) for values in recipe.sweep.values())
+    run_dir = str(point_directory(recipe, "{task}"))
+    jobs = {
+        "link": make("pipeline", "sweep", ["sweep", "--link", whole], gpus=False, name="link"),
+        "train": make(
+            "train", "train", [f"{run_dir}/{RECIPE}"], array=options.array or f"0-{count - 1}", run_dir=run_dir
+        ),
+        "table": make("pipeline", "sweep", ["sweep", "--table", whole], gpus=False, name="table"),
+    }
+    for name, job in jobs.items():
+        links.append(Link(stage=name, job=job, after=links[-1].stage if links else None))
+    return links
+
+
+def with_dependency(link: Link, *, ids: Mapping[str, str]) -> Job:
+    """The job of a link, once the jobs before it have ids."""
+    if link.after is None or link.after not in ids:
+        return link.job
+    return replace(link.job, dependency=f"afterok:{ids[link.after]}")
+
+
+def _jobs(recipe: Recipe, recipe_path: Path, *, stage: str, site: Site, options: Options) -> dict[str, Job]:
+    """The jobs of one stage by name."""
+    path = str(recipe_path)
+    make = _Maker(recipe=recipe, site=site, options=options)
+    if stage == "prepare":
+        generates = recipe.data.regenerate or bool(recipe.data.self_prompts.count)
+        return {stage: make("pipeline", stage, ["prepare", path], gpus=generates)}
+    if stage == "extract":
+        if recipe.features.mode == "online":
+            return {}
+        tasks = options.extract_tasks
+        if tasks == 1 and options.array is None:
+            return {stage: make("pipeline", stage, ["extract", path])}
+        # The tasks leave shards; the job after them finds all there and seals the stage.
+        parts = make("pipeline", stage, ["extract", "--part", path], array=options.array or f"0-{tasks - 1}")
+        return {stage: parts, "seal": make("pipeline", "extract", ["extract", path], gpus=False, name="seal")}
+    if stage == "train":
+        return {stage: make("train", stage, [path])}
+    if stage == "export":
+        return {stage: make("pipeline", stage, ["export", path], gpus=False)}
+    assert stage == "score", stage
+    arms = arm_names(recipe)
+    return {stage: make("score-array", stage, [path], array=options.array or f"0-{len(arms) - 1}")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Maker:
+    """Makes jobs of one recipe on one site."""
+
+    recipe: Recipe
+    site: Site
+    options: Options
+
+    def __call__(
+        self,
+        template: Template,
+        stage: str,
+        arguments: Sequence[str],
+        *,
+        array: str | None = None,
+        gpus: bool = True,
+        name: str | None = None,
+        run_dir: str | None = None,
+    ) -> Job:
+        folder = self.recipe.run_directory.absolute() / "slurm"
+        resources = self.options.resources.over(self.site.resources(stage))
+        if stage != "train":
+            resources = resources.model_copy(update={"nodes": 1})
+        if not gpus:
+            resources = resources.model_copy(update={"gpus_per_node": 0})
+        launch = self.options.launch or self.site.launch
+        environment = dict(self.site.environment) | {"EYAS_RUN_DIR": run_dir or str(folder.parent)}
+        if template == "train" and launch is not None:
+            environment["EYAS_LAUNCH"] = launch
+        log = "%A_%a" if array else "%j"
+        return Job(
+            template=template,
+            name=f"{self.recipe.name}-{name or stage}",
+            resources=resources,
+            output=str(folder / f"{name or stage}-{log}.out"),
+            chdir=str(Path.cwd()),
+            arguments=arguments,
+            environment=environment,
+            setup=self.site.setup,
+            container=self.site.container,
+            array=array,
+            signal=self.site.signal,
+            signal_seconds=self.site.signal_seconds,
+        )
+
+
+def arm_names(recipe: Recipe) -> list[str]:
+    """The arms of a recipe but plain decoding, in the order in which array tasks take them."""
+    return [f"k{length}" for length in recipe.score.draft_lengths] + list(recipe.score.arms)

@@ -1,0 +1,36 @@
+"""`eyas sweep`: every combination of a recipe's lists of values, here or as the tasks of a job."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from eyas.recipes.arguments import OverridesArgument, RecipeArgument
+
+
+def sweep(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    link: Annotated[
+        bool, typer.Option("--link", help="Only make the runs' directories and link what they share.")
+    ] = False,
+    table: Annotated[
+        bool, typer.Option("--table", help="Only write the table and the plot of what is trained.")
+    ] = False,
+) -> None:
+    """Train a head for every combination of the recipe's `sweep`, and compare held-out tau."""
+    from eyas.recipes.load import load_recipe
+    from eyas.recipes.sweep import link_stages, run_sweep, write_points
+    from eyas.recipes.sweep_table import write_table
+
+    resolved = load_recipe(recipe, overrides=overrides or ())
+    if link:
+        for point in write_points(resolved):
+            typer.echo(
+                f"{point.number}: {point.label}: {', '.join(link_stages(resolved, point)) or 'nothing to share'}"
+            )
+        return
+    written = write_table(resolved) if table else run_sweep(resolved, say=typer.echo)
+    typer.echo(written.read_text(encoding="utf-8").rstrip())
+    typer.echo(f"table: {written}")

@@ -1,0 +1,187 @@
+"""A private SLURM on this machine: two node names, plain daemons, loopback only, everything in one folder, ended by pid."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+NODES = ("n1", "n2")
+FINISHED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
+CONFIG = """\
+ClusterName=eyas
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/munge.socket,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/run/slurmctld.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdPidFile={folder}/run/slurmd.%n.pid
+SlurmdLogFile={folder}/log/slurmd.%n.log
+SlurmdSpoolDir={folder}/state/slurmd.%n
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=100000
+ReturnToService=2
+JobRequeue=1
+KillWait=5
+MinJobAge=600
+InactiveLimit=0
+SlurmctldTimeout=30
+SlurmdTimeout=60
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def why_not() -> str | None:
+    """Why no SLURM can be started here; None when one can."""
+    if os.geteuid() != 0:
+        return "SLURM's daemons need root here"
+    missing = [
+        name for name in ("slurmctld", "slurmd", "munged", "sbatch") if shutil.which(name, path=daemon_path()) is None
+    ]
+    return f"{', '.join(missing)} not installed (apt-get install slurm-wlm munge)" if missing else None
+
+
+def daemon_path() -> str:
+    return f"{os.environ['PATH']}:/usr/sbin:/sbin"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A running SLURM. `environment` leads its commands to it."""
+
+    folder: Path
+    environment: Mapping[str, str]
+
+    def command(self, *words: str) -> str:
+        """Run one of SLURM's commands; returns what it said.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        result = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        if result.returncode != 0:
+            raise RuntimeError(f"{' '.join(words)}: {result.stderr or result.stdout}")
+        return result.stdout
+
+    def fields(self, job: str) -> dict[str, str]:
+        """What `scontrol show job` says of one job or array task."""
+        line = self.command("scontrol", "show", "job", job, "-o").splitlines()[-1]
+        return dict(word.partition("=")[::2] for word in line.split(" ") if "=" in word)
+
+    def wait(self, job: str, *, seconds: float) -> str:
+        """The state in which a job, or every task of an array, ends. SLURM tells nobody, so it is asked."""
+        deadline = time.monotonic() + seconds
+        while True:
+            lines = self.command("scontrol", "show", "job", job, "-o").splitlines()
+            states = {
+                dict(word.partition("=")[::2] for word in line.split(" ") if "=" in word)["JobState"] for line in lines
+            }
+            if states <= set(FINISHED):
+                return states.pop() if len(states) == 1 else ",".join(sorted(states))
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"job {job} is {states} after {seconds:g} s")
+            time.sleep(0.5)
+
+
+@contextmanager
+def cluster() -> Iterator[Cluster]:
+    """Start the daemons, and end them with the block."""
+    # Sockets need a short path whose folders everyone may enter, which pytest's are not.
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    folder.chmod(0o755)
+    try:
+        environment = _write_configuration(folder)
+        yield _start(folder, environment)
+    finally:
+        _stop(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_configuration(folder: Path) -> dict[str, str]:
+    for name in ("munge", "state", "log", "run", *(f"state/slurmd.{node}" for node in NODES)):
+        (folder / name).mkdir(parents=True)
+    key = folder / "munge" / "munge.key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o400)
+    host, (port, *node_ports) = socket.gethostname().partition(".")[0], _free_ports(1 + len(NODES))
+    nodes = "\n".join(
+        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_port} CPUs=4 RealMemory=4096 State=UNKNOWN"
+        for node, node_port in zip(NODES, node_ports, strict=True)
+    )
+    config = folder / "slurm.conf"
+    config.write_text(CONFIG.format(host=host, port=port, folder=folder, nodes=nodes))
+    return dict(os.environ) | {"SLURM_CONF": str(config), "PATH": daemon_path()}
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def _start(folder: Path, environment: dict[str, str]) -> Cluster:
+    munge = folder / "munge"
+    names = {
+        "key-file": "munge.key",
+        "socket": "munge.socket",
+        "pid-file": "munged.pid",
+        "log-file": "munged.log",
+        "seed-file": "munged.seed",
+    }
+    found = Cluster(folder, environment)
+    found.command("munged", *(f"--{option}={munge / name}" for option, name in names.items()))
+    found.command("slurmctld", "-f", environment["SLURM_CONF"])
+    for node in NODES:
+        found.command("slurmd", "-f", environment["SLURM_CONF"], "-N", node)
+    deadline = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(RuntimeError):
+            if set(found.command("sinfo", "-h", "-N", "-o", "%T").split()) == {"idle"}:
+                return found
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"SLURM did not come up: {(folder / 'log' / 'slurmctld.log').read_text()[-2000:]}")
+        time.sleep(0.2)
+
+
+def _stop(folder: Path) -> None:
+    """End every daemon that left a pid file, and wait until it is gone."""
+    pids = [
+        int(path.read_text())
+        for path in [*folder.glob("run/*.pid"), folder / "munge" / "munged.pid"]
+        if path.is_file() and path.read_text().strip()
+    ]
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any(path.is_file() for path in folder.glob("run/*.pid")):
+        time.sleep(0.1)
