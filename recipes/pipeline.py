@@ -90,7 +90,9 @@ def _require_export(run: Run) -> None:
     """One arm of a run alone is measured by many tasks at once, and none of them makes the head."""
     own = run.recipe.score.only is not None and scores_own_head(run.recipe)
     if own and not (run.directory("export") / MANIFEST).is_file():
-        raise ValueError(f"there is no head in {run.directory('export')} yet; run `eyas export` with the same recipe first")
+        raise ValueError(
+            f"there is no head in {run.directory('export')} yet; run `eyas export` with the same recipe first"
+        )
 
 
 def _require_sources(recipe: Recipe) -> None:

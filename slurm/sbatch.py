@@ -118,7 +118,7 @@ def job_states(job: str) -> list[JobState]:
 
 def _state(line: str) -> JobState:
     """One line of `scontrol show job -o`: words NAME=VALUE; a value may hold blanks, none of those read here does."""
-    fields = dict(word.partition("=")[::2] for word in line.split(" ") if "=" in word)
+    fields: dict[str, str] = dict(word.split("=", 1) for word in line.split(" ") if "=" in word)
     array, task = fields.get("ArrayJobId"), fields.get("ArrayTaskId")
     return JobState(
         job=f"{array}_{task}" if array and task else fields["JobId"],

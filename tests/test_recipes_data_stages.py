@@ -10,10 +10,11 @@ import pytest
 from eyas.heads.files import read_json, write_json, write_text
 from eyas.recipes import feature_stage, score_stage
 from eyas.recipes.generation_stages import regenerate_stage
-from eyas.recipes.join import join_extraction
+from eyas.recipes.join import extract_part, join_extraction
 from eyas.recipes.pipeline import run_until
-from eyas.recipes.run import Run
+from eyas.recipes.run import Run, stage_names
 from eyas.recipes.schema import Recipe
+from eyas.recipes.score_stage import only_arm
 from eyas.recipes.stage import read_manifest
 from tests import tiny
 from tests.eval_records import write_session
@@ -70,7 +71,7 @@ def recipe(tmp_path: Path) -> Recipe:
 def test_a_second_extractor_makes_the_shards_of_a_first(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is stopped as soon as it has begun; the one that joins does the work; the first then publishes it."""
     lines: list[str] = []
-    with pytest.raises(ValueError, match="start `eyas extract` first"):
+    with pytest.raises(ValueError, match="run `eyas prepare` with the same recipe first"):
         join_extraction(recipe, say=lines.append)
     run_until(recipe, last="prepare", say=lines.append)
     with pytest.raises(ValueError, match="no extraction of this recipe is under way"):
@@ -95,6 +96,36 @@ def test_a_second_extractor_makes_the_shards_of_a_first(recipe: Recipe, monkeypa
     assert not (features / ".claims").exists(), "a store is the same whoever made it"
     join_extraction(recipe, say=lines.append)
     assert lines[-1].endswith("stands")
+
+
+def test_parts_begin_by_themselves_and_a_last_call_seals_them(recipe: Recipe, tmp_path: Path) -> None:
+    lines: list[str] = []
+    with pytest.raises(ValueError, match="run `eyas prepare` with the same recipe first"):
+        extract_part(recipe, say=lines.append)
+    run_until(recipe, last="prepare", say=lines.append)
+    extract_part(recipe, say=lines.append)
+    features = recipe.run_directory / "features"
+    assert not features.exists(), "parts seal nothing"
+    extract_part(recipe, say=lines.append)  # a task that comes late finds nothing to do
+    run_until(recipe, last="extract", say=lines.append)
+    assert read_manifest(features)["counts"]["padding_tokens"] == 0, "nothing was computed again"
+    extract_part(recipe, say=lines.append)
+    assert lines[-1].endswith("stands")
+    whole = make_recipe(tmp_path).model_copy(update={"run_dir": str(tmp_path / "whole")})
+    run_until(whole, last="extract", say=lines.append)
+    assert {path.name: path.read_bytes() for path in features.glob("*.safetensors")} == {
+        path.name: path.read_bytes() for path in (tmp_path / "whole" / "features").glob("*.safetensors")
+    }
+
+
+def test_an_arm_alone_needs_the_head_and_has_a_directory_of_its_own(recipe: Recipe) -> None:
+    one = only_arm(recipe, "k3")
+    assert stage_names(one, last="score")[-1] == "score"
+    assert "train" not in stage_names(one, last="score")
+    with pytest.raises(ValueError, match=r"there is no head in .*export yet; run `eyas export`"):
+        run_until(one, last="score", say=lambda _: None)
+    run = Run(recipe=one, run_dir=recipe.run_directory, target_dir=recipe.run_directory, target_fingerprint="t")
+    assert run.directory("score").name == "score-k3"
 
 
 def test_the_report_follows_counts_that_changed_without_the_data(

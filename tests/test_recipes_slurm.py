@@ -229,7 +229,7 @@ def test_a_limit_shorter_than_a_checkpoint_interval(tmp_path: Path) -> None:
 def test_a_wrong_site_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "slurm.yaml"
     path.write_text(text)
-    with pytest.raises(ValueError, match="slurm.yaml") as error:
+    with pytest.raises(ValueError, match=r"slurm\.yaml") as error:
         read_site(path)
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1

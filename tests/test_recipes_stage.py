@@ -181,7 +181,7 @@ def test_a_killed_process_leaves_a_stage_to_continue_and_no_lock(tmp_path: Path)
 def test_two_runs_in_one_directory_refuse_each_other(tmp_path: Path) -> None:
     with (
         run_lock(tmp_path),
-        pytest.raises(ValueError, match=r"in use by another eyas process \(id \d+\)"),
+        pytest.raises(ValueError, match=r"in use by another eyas process \(id \d+ on [^)]+\)"),
         run_lock(tmp_path),
     ):
         pass
