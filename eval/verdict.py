@@ -1,6 +1,6 @@
 """The verdict of a cell, by written rules.
 
-The rules are facts/evaluation.md 6.I: a speed-up is claimed only where nothing speaks against it, a cell that is slower
+The rules (docs/evaluation.md): a speed-up is claimed only where nothing speaks against it, a cell that is slower
 is called so, and everything else says what it lacks.
 """
 

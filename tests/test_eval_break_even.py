@@ -159,7 +159,7 @@ def answered_unevenly(block: CellRecord) -> CellRecord:
 
 
 def test_values_of_the_preprint() -> None:
-    """facts/evaluation.md 5.3: the fitted H100 constants of arXiv 2601.11580's simulator, GSM8K marginals, k = 3.
+    """The fitted H100 constants of arXiv 2601.11580's simulator, GSM8K marginals, k = 3.
 
     The mean context is the one free number; 177 tokens give all four of the published check's figures.
     """

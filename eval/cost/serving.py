@@ -15,7 +15,7 @@ from eyas.heads.files import write_json
 SCHEDULE_FILE = "schedule.json"
 CONFIG_FILE = "speculative_config.json"
 SERVER_MODULE = ("python", "-m", "vllm.entrypoints.openai.api_server", "--model")
-"""How to start a server of the CPU build, whose `vllm` command fails (facts/vllm.md)."""
+"""How to start a server of the CPU build, whose `vllm` command fails."""
 
 
 def serve_command(engine: ServedEngine, *, on_cpu: bool) -> list[str]:

@@ -78,7 +78,7 @@ def check_fsdp(accelerator: Accelerator) -> None:
         raise ValueError("fsdp_activation_checkpointing is set, which needs units: set it to false")
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         raise ValueError(
-            "fsdp_offload_params is set; set it to false, or use recipes/accelerate/zero3.yaml with offload"
+            "fsdp_offload_params is set; set it to false, or use recipes/deepspeed/zero3-offload.json with DeepSpeed"
         )
     # Every process has built the whole head already.
     plugin.cpu_ram_efficient_loading = False
