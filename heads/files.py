@@ -26,10 +26,10 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 @contextmanager
-def atomic_stream(path: Path) -> Iterator[IO[bytes]]:
+def atomic_stream(path: Path, *, mode: int = 0o644) -> Iterator[IO[bytes]]:
     """A stream whose bytes appear under `path` at once, flushed to disk, when the block ends without an error.
 
-    The parent directory is made when it is missing.
+    The parent directory is made when it is missing. `mode` is the file's permissions.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -38,7 +38,7 @@ def atomic_stream(path: Path) -> Iterator[IO[bytes]]:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -51,9 +51,10 @@ def write_bytes(path: Path, content: bytes) -> None:
         stream.write(content)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, mode: int = 0o644) -> None:
     """Write UTF-8 `text` to `path` atomically."""
-    write_bytes(path, text.encode())
+    with atomic_stream(path, mode=mode) as stream:
+        stream.write(text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:

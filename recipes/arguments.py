@@ -20,3 +20,7 @@ RecipeArgument = Annotated[
 OverridesArgument = Annotated[
     list[str] | None, typer.Argument(metavar="SECTION.FIELD=VALUE", help="Values to use instead of the recipe's.")
 ]
+
+OnlyOption = Annotated[
+    bool, typer.Option("--only", help="Make this stage and no other; refuse when one before it does not stand.")
+]

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from eyas.recipes import ceiling_command, data_commands, head_commands, report_command, slurm_commands, sweep_command
-from eyas.recipes.arguments import OverridesArgument, RecipeArgument
+from eyas.recipes.arguments import OnlyOption, OverridesArgument, RecipeArgument
 from eyas.train.preemption import EXIT_REQUEUE, Preempted
 
 if TYPE_CHECKING:
@@ -95,9 +95,9 @@ def run(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
 
 
 @app.command()
-def prepare(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+def prepare(recipe: RecipeArgument, overrides: OverridesArgument = None, only: OnlyOption = False) -> None:
     """Collect conversations, let the target answer them if asked, and make token ids with an answer mask."""
-    _run_stages(recipe, overrides, last="prepare")
+    _run_stages(recipe, overrides, last="prepare", only=only)
 
 
 @app.command()
@@ -108,6 +108,7 @@ def extract(
     part: Annotated[
         bool, typer.Option("--part", help="Make shards beside others; `eyas extract` without it seals them.")
     ] = False,
+    only: OnlyOption = False,
 ) -> None:
     """Run up to the target's hidden states. With --join or --part: take shards, on another GPU or node."""
     if part:
@@ -120,19 +121,19 @@ def extract(
 
         join_extraction(_load(recipe, overrides), say=typer.echo)
         return
-    _run_stages(recipe, overrides, last="extract")
+    _run_stages(recipe, overrides, last="extract", only=only)
 
 
 @app.command()
-def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+def train(recipe: RecipeArgument, overrides: OverridesArgument = None, only: OnlyOption = False) -> None:
     """Run up to the trained head."""
-    _run_stages(recipe, overrides, last="train")
+    _run_stages(recipe, overrides, last="train", only=only)
 
 
 @app.command()
-def export(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+def export(recipe: RecipeArgument, overrides: OverridesArgument = None, only: OnlyOption = False) -> None:
     """Run up to the head in vLLM's form."""
-    _run_stages(recipe, overrides, last="export")
+    _run_stages(recipe, overrides, last="export", only=only)
 
 
 @app.command()
@@ -149,11 +150,18 @@ def score(
     arm: Annotated[
         str | None, typer.Option("--arm", help="Only this arm beside plain decoding, in a directory of its own.")
     ] = None,
+    arm_number: Annotated[
+        int | None,
+        typer.Option("--arm-number", min=0, help="As --arm, by its number, from 0 (`eyas slurm arms` lists them)."),
+    ] = None,
+    only: OnlyOption = False,
 ) -> None:
     """Run up to the measurement in vLLM and the report. A finished session is continued when more starts are asked for."""
     asked = {"score.starts_per_arm": repeats, "score.budget_minutes": budget}
     more = [f"{key}={value}" for key, value in asked.items() if value is not None]
-    _run_and_show(recipe, [*(overrides or []), *more], arm=arm)
+    if arm is not None and arm_number is not None:
+        raise ValueError("--arm and --arm-number name the same thing; give one of them")
+    _run_and_show(recipe, [*(overrides or []), *more], arm=arm, arm_number=arm_number, only=only)
 
 
 app.command()(report_command.report)
@@ -244,18 +252,28 @@ def _load(recipe: str, overrides: list[str] | None) -> Recipe:
     return load_recipe(recipe, overrides=overrides or ())
 
 
-def _run_stages(recipe: str, overrides: list[str] | None, *, last: str) -> None:
+def _run_stages(recipe: str, overrides: list[str] | None, *, last: str, only: bool) -> None:
     from eyas.recipes.pipeline import run_until
 
-    run_until(_load(recipe, overrides), last=last, say=typer.echo)
+    run_until(_load(recipe, overrides), last=last, say=typer.echo, only=only)
 
 
-def _run_and_show(recipe: str, overrides: list[str] | None, *, arm: str | None = None) -> None:
+def _run_and_show(
+    recipe: str,
+    overrides: list[str] | None,
+    *,
+    arm: str | None = None,
+    arm_number: int | None = None,
+    only: bool = False,
+) -> None:
     from eyas.heads.files import read_json
     from eyas.recipes.pipeline import run_until
-    from eyas.recipes.score_stage import only_arm
+    from eyas.recipes.score_stage import arm_numbered, only_arm
 
     resolved = _load(recipe, overrides)
-    finished = run_until(resolved if arm is None else only_arm(resolved, arm), last="score", say=typer.echo)
+    name = arm if arm_number is None else arm_numbered(resolved, arm_number)
+    finished = run_until(
+        resolved if name is None else only_arm(resolved, name), last="score", say=typer.echo, only=only
+    )
     score_dir = finished.directory("score")
     report_command.show_results(read_json(score_dir / "results.json"), score_dir=score_dir)

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from eyas.recipes.run import open_run, stage_names
+from eyas.recipes.run_lock import run_lock
 from eyas.recipes.schema import Recipe
-from eyas.recipes.stage import partial_directory, read_manifest, run_lock, run_stage, stage_status
+from eyas.recipes.stage import partial_directory, read_manifest, run_stage, stage_status
 from eyas.recipes.stages import STAGES
 from eyas.recipes.train_stages import require_head_possible
 

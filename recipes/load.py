@@ -72,18 +72,23 @@ def _validated(values: Any, *, origin: str) -> Recipe:
 def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     """`recipe` with other values for some of its keys, `section.field` -> value.
 
+    Of a section, the value is a mapping of some of its fields; the others stay as they are.
+
     Raises:
         ValueError: a key that no recipe has, or a value that the schema refuses (all of them listed).
     """
     merged: dict[str, Any] = recipe.model_dump(mode="json")
     for key, value in values.items():
-        if key not in valid_keys():
+        is_section = any(name.startswith(f"{key}.") for name in valid_keys())
+        if key not in valid_keys() and not is_section:
             raise ValueError(f"{key}: unknown key{_hint(key, valid=[*valid_keys()])}")
+        if is_section and not isinstance(value, Mapping):
+            raise ValueError(f"{key}: is a section; a value of it is {{field: value}}, not {_shown(value)}")
         *sections, field = key.split(".")
         place = merged
         for section in sections:
             place = place[section]
-        place[field] = value
+        place[field] = {**place[field], **value} if is_section else value
     return _validated(merged, origin=recipe.name)
 
 

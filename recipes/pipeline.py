@@ -10,20 +10,25 @@ from eyas.heads.files import write_json, write_text
 from eyas.recipes.distributed import launched_processes, train_in_processes
 from eyas.recipes.load import dump_recipe
 from eyas.recipes.run import Run, open_run, scores_own_head, stage_names
+from eyas.recipes.run_lock import run_lock
 from eyas.recipes.schema import Recipe
 from eyas.recipes.sources import expand, local_files
-from eyas.recipes.stage import MANIFEST, Stage, read_manifest, run_lock, run_stage, stage_status
+from eyas.recipes.stage import MANIFEST, Stage, read_manifest, run_stage, stage_status
 from eyas.recipes.stages import STAGES
 from eyas.recipes.train_stages import require_head_possible
 
 Say = Callable[[str], None]
 
 
-def run_until(recipe: Recipe, *, last: str, say: Say) -> Run:
+def run_until(recipe: Recipe, *, last: str, say: Say, only: bool = False) -> Run:
     """Run what is missing or stale of `recipe` up to and including stage `last`, with one line per stage to `say`.
 
+    Args:
+        only: make no stage but `last`. A job that waits for others must not do their work with what it was given.
+
     Raises:
-        ValueError: bad input of any stage, or another process at work in the run directory.
+        ValueError: bad input of any stage, another process at work in the run directory, or an earlier stage that does not
+            stand and may not be made.
     """
     if recipe.sweep:
         raise ValueError(
@@ -35,14 +40,16 @@ def run_until(recipe: Recipe, *, last: str, say: Say) -> Run:
     run = open_run(recipe)  # before the lock, so that a target that does not exist leaves no run directory
     _require_head_possible(run, last=last)
     _require_export(run)
-    only = recipe.score.only if last == "score" else None  # arms of a run may be measured side by side, on many nodes
-    with run_lock(run.run_dir, part=None if only is None else f"score-{only}"):
-        if only is None:
+    if only:
+        _require_earlier(run, last=last)
+    arm = recipe.score.only if last == "score" else None  # arms of a run may be measured side by side, on many nodes
+    with run_lock(run.run_dir, part=None if arm is None else f"score-{arm}"):
+        if arm is None:
             write_text(run.run_dir / "recipe.yaml", dump_recipe(recipe))
             write_json(
                 run.run_dir / "target.json", {"directory": str(run.target_dir), "fingerprint": run.target_fingerprint}
             )
-        for name in stage_names(recipe, last=last):
+        for name in stage_names(recipe, last=last)[-1 if only else 0 :]:
             _run_one(STAGES[name](run), run_dir=run.run_dir, say=say)
     return run
 
@@ -93,6 +100,20 @@ def _require_export(run: Run) -> None:
         raise ValueError(
             f"there is no head in {run.directory('export')} yet; run `eyas export` with the same recipe first"
         )
+
+
+def _require_earlier(run: Run, *, last: str) -> None:
+    """Fail when a stage before `last`, or the head that is to be measured, does not stand."""
+    names = stage_names(run.recipe, last=last)[:-1]
+    if last == "score" and scores_own_head(run.recipe):
+        # The export of one arm alone would be another one, with its number of drafted tokens: `_require_export` looks at it.
+        names = stage_names(run.recipe, last="train" if run.recipe.score.only else "export")
+    for name in names:
+        if stage_status(STAGES[name](run), run_dir=run.run_dir) != "complete":
+            raise ValueError(
+                f"the {name} stage of {run.run_dir} is missing or stale, and with --only no stage but {last} is made; make it "
+                f"first, or run `eyas {last}` without --only"
+            )
 
 
 def _require_sources(recipe: Recipe) -> None:

@@ -68,15 +68,18 @@ class Recipe(Section):
     export: Export = Export()
     score: Score = Score()
     sweep: dict[str, list[Any]] = Field(
-        default_factory=dict, description="lists of values by key; `eyas sweep` trains every combination"
+        default_factory=dict, description="lists of values by key or section; `eyas sweep` trains every combination"
     )
 
     @field_validator("sweep")
     @classmethod
     def _check_sweep(cls, sweep: dict[str, list[Any]]) -> dict[str, list[Any]]:
         for key, values in sweep.items():
-            if key in ("name", "run_dir", "sweep") or key.startswith("score."):
+            if key.partition(".")[0] in ("name", "run_dir", "sweep", "score", "export", "tracking"):
                 raise ValueError(f"{key} cannot be swept: it does not change the head")
+            inside = [other for other in sweep if other.startswith(f"{key}.")]
+            if inside:
+                raise ValueError(f"{inside[0]} is a part of {key}, which is swept too; sweep one of them")
             if not values or any(value in values[:place] for place, value in enumerate(values)):
                 raise ValueError(f"{key} needs values, each once")
         return sweep

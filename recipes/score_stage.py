@@ -73,14 +73,30 @@ def score_stage(run: Run) -> Stage:
     )
 
 
+def arm_numbered(recipe: Recipe, number: int) -> str:
+    """The name of an arm by its number, from 0: the tasks of an array know only that.
+
+    Raises:
+        ValueError: the recipe has fewer arms.
+    """
+    arms = _arm_names(recipe)
+    if number >= len(arms):
+        raise ValueError(f"--arm-number {number}: the recipe has {len(arms)} arms, from 0: {', '.join(arms)}")
+    return arms[number]
+
+
+def _arm_names(recipe: Recipe) -> list[str]:
+    """All arms but plain decoding, in the order of their numbers."""
+    return [f"k{length}" for length in recipe.score.draft_lengths] + list(recipe.score.arms)
+
+
 def only_arm(recipe: Recipe, name: str) -> Recipe:
     """`recipe` that measures one of its arms, and plain decoding, in a directory of its own.
 
     Raises:
         ValueError: the recipe has no such arm.
     """
-    score = recipe.score
-    arms = [f"k{length}" for length in score.draft_lengths] + list(score.arms)
+    score, arms = recipe.score, _arm_names(recipe)
     if name not in arms:
         raise ValueError(f"--arm {name}: the recipe has no such arm; it has {', '.join(arms)}")
     lengths = tuple(length for length in score.draft_lengths if name == f"k{length}")

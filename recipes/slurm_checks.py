@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from eyas.heads.files import read_json
+from eyas.recipes.load import BUILTIN_SCHEME
+from eyas.recipes.run_lock import LOCK, holder_of, is_held, job_of
 from eyas.recipes.schema import Recipe
-from eyas.slurm.sbatch import JobState, job_states
+from eyas.recipes.slurm_jobs import Link
+from eyas.recipes.slurm_record import live_jobs, read_entries
+from eyas.recipes.sources import expand, local_files
+from eyas.recipes.sweep import FOLDER as SWEEP
+from eyas.recipes.sweep import sweep_points
+from eyas.slurm.sbatch import job_states
+from eyas.slurm.site import Site
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 """Folders that every node has for itself on any usual machine."""
-
-RECORD = Path("slurm") / "jobs.json"
-"""Inside a run directory: the jobs that were submitted for it."""
 
 START_SECONDS = 120
 """What a job takes, at least, before its first step: imports, weights, the features' index."""
@@ -43,26 +50,111 @@ def check_paths(paths: Sequence[Path], *, shared: Sequence[str]) -> None:
                 )
 
 
-def live_jobs(run_dir: Path) -> list[JobState]:
-    """Jobs of a run directory that SLURM still has in its queue."""
-    if not (run_dir / RECORD).is_file():
-        return []
-    ids = [entry["job"] for entry in read_json(run_dir / RECORD)["jobs"]]
-    return [state for job in ids for state in job_states(job) if state.live]
+def named_paths(recipe: Recipe, *, launch: str | None, site: Site) -> list[Path]:
+    """Files and directories on disk that the jobs of a recipe read; of data files, the directories.
 
-
-def check_no_live_job(run_dir: Path) -> None:
-    """
     Raises:
-        ValueError: a job of this run is waiting or running.
+        ValueError: one of them does not exist.
+    """
+    guard = recipe.data.guard
+    sources = [*recipe.data.all_sources, *(guard.sources if guard.enabled else ())]
+    data = {
+        file.resolve().parent
+        for source in sources
+        for entry in expand(source)
+        if not str(entry.path).startswith(BUILTIN_SCHEME)
+        for file in local_files(entry)
+    }
+    image = site.container.image if site.container and site.container.image.startswith(("/", ".", "~")) else None
+    named = {
+        "target.model": recipe.target.model if _is_path(recipe.target.model) else None,
+        "init.head": recipe.init.head,
+        "score.head": recipe.score.head,
+        **{f"score.prompt_sets.{name}": each.path for name, each in recipe.score.prompt_sets.items()},
+        "--launch": launch,
+        "container.image": image,
+        "EYAS_SETUP": site.environment.get("EYAS_SETUP"),
+    }
+    found = sorted(data)
+    for what, path in named.items():
+        if path is None or path.startswith(BUILTIN_SCHEME):
+            continue
+        if not Path(path).expanduser().exists():
+            raise ValueError(f"{what}: {path} does not exist (looked for from {Path.cwd()})")
+        found.append(Path(path))
+    return found
+
+
+def _is_path(model: str) -> bool:
+    return model.startswith((".", "/", "~")) or Path(model).is_dir()
+
+
+def check_not_held(run_dir: Path) -> None:
+    """Refuse a run directory in which a job or another process may write.
+
+    Raises:
+        ValueError: one waits or runs, or SLURM cannot be asked.
     """
     live = live_jobs(run_dir)
     if live:
         shown = ", ".join(f"{state.job} ({state.state})" for state in live[:4])
         raise ValueError(
-            f"{run_dir} is held by job {shown}; wait for it, end it with `scancel {live[0].job}`, or set run_dir=... to "
-            "write elsewhere"
+            f"{run_dir} is held by job {shown}; wait for it, end it with `eyas slurm cancel {run_dir}`, or set run_dir=... "
+            "to write elsewhere"
         )
+    # Jobs that were submitted by hand are not in the record, but they leave their number in the lock.
+    for path in sorted([*run_dir.glob(f"{LOCK}*"), *run_dir.glob(f"{SWEEP}/*/{LOCK}*")]):
+        holder = holder_of(path)
+        job = job_of(holder)
+        if job is not None and job != os.environ.get("SLURM_JOB_ID"):
+            held = any(state.live for state in job_states(job))
+        else:
+            held = bool(holder) and is_held(path)
+        if held:
+            raise ValueError(
+                f"{path.parent} is in use by another eyas process ({holder}); wait for it, "
+                f"{f'end it with `scancel {job}`' if job else 'end it'}, or set run_dir=... to write elsewhere"
+            )
+
+
+def check_limits(links: Sequence[Link], recipe: Recipe, *, signal_seconds: int, say: Callable[[str], None]) -> None:
+    """Refuse time limits that no job could use: told to stop as it starts, or before its first checkpoint.
+
+    Raises:
+        ValueError: a limit is no time, or too short.
+    """
+    for link in links:
+        time = link.job.resources.time
+        if time is None:
+            continue
+        if seconds_of(time) <= signal_seconds:
+            raise ValueError(
+                f"{link.stage}: --time {time} leaves nothing: the job is told to stop {signal_seconds} s before its end "
+                "(signal_seconds); ask for more time or signal later"
+            )
+        if link.job.template == "train":
+            _check_training(link, recipe, time=time, signal_seconds=signal_seconds, say=say)
+
+
+def _check_training(link: Link, recipe: Recipe, *, time: str, signal_seconds: int, say: Callable[[str], None]) -> None:
+    """The speed is that of this run, or of the slowest combination for one that has not trained."""
+    run_dir = recipe.run_directory.absolute()
+    recipes = [point.recipe for point in sweep_points(recipe)] if recipe.sweep else [recipe]
+    rates = [measured_rate(each.run_directory) for each in recipes]
+    known = [rate for rate in rates if rate is not None]
+    scale = _scale(run_dir, processes=link.processes)
+    for each, rate in zip(recipes, rates, strict=True):
+        speed = rate or min(known, default=None)
+        step = None if speed is None else each.train.batch_tokens / (speed * scale)
+        check_time(each, time=time, signal_seconds=signal_seconds, step_seconds=step)
+    if not known:
+        say(f"{link.stage}: whether a checkpoint fits into {time} is not checked: nothing was trained in {run_dir} yet")
+
+
+def _scale(run_dir: Path, *, processes: int) -> float:
+    """How much faster than the last training of a run one on `processes` is, at best."""
+    before = [entry.processes for entry in read_entries(run_dir) if entry.stage == "train"]
+    return processes / before[-1] if before else 1.0
 
 
 def check_time(recipe: Recipe, *, time: str | None, signal_seconds: int, step_seconds: float | None) -> None:
@@ -94,37 +186,39 @@ def check_time(recipe: Recipe, *, time: str | None, signal_seconds: int, step_se
         )
 
 
-def seconds_of(time: str) -> int:
-    """Seconds of a time limit in one of sbatch's forms: minutes, m:s, h:m:s, d-h, d-h:m, d-h:m:s.
+def seconds_of(time: str) -> float:
+    """Seconds of a time limit in one of sbatch's forms: minutes, m:s, h:m:s, d-h, d-h:m, d-h:m:s, or none (UNLIMITED, 0).
 
     Raises:
         ValueError: it is none of them.
     """
+    if time.upper() in ("UNLIMITED", "INFINITE", "-1"):
+        return math.inf
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
         raise ValueError(f"--time {time!r} is no time limit; write minutes, hours:minutes:seconds or days-hours")
     days, first, second, third = (None if part is None else int(part) for part in match.groups())
     assert first is not None
     if days is not None:
-        return ((days * 24 + first) * 60 + (second or 0)) * 60 + (third or 0)
-    if third is not None:
-        return (first * 60 + (second or 0)) * 60 + third
-    return first * 60 + (second or 0)
+        seconds = ((days * 24 + first) * 60 + (second or 0)) * 60 + (third or 0)
+    elif third is not None:
+        seconds = (first * 60 + (second or 0)) * 60 + third
+    else:
+        seconds = first * 60 + (second or 0)
+    return seconds or math.inf  # sbatch takes 0 for no limit
 
 
-def measured_step_seconds(run_dir: Path, *, batch_tokens: int) -> float | None:
-    """Seconds of a step by the newest record of this run's training; None before it has trained."""
-    import json
-
+def measured_rate(run_dir: Path) -> float | None:
+    """Tokens a second by the newest record of a run's training; None before it has trained."""
     for name in ("train.partial", "train"):
-        path = run_dir / name / "metrics.jsonl"
-        if not path.is_file():
-            continue
-        rates = [
-            record["tokens_per_second"]
-            for record in map(json.loads, path.read_text().splitlines())
-            if "tokens_per_second" in record
-        ]
+        rates = [record["tokens_per_second"] for record in metrics(run_dir / name) if "tokens_per_second" in record]
         if rates and rates[-1] > 0:
-            return batch_tokens / rates[-1]
+            return rates[-1]
     return None
+
+
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    """Records of a training, the last one left out while it is half written."""
+    path = directory / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]

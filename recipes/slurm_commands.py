@@ -32,6 +32,9 @@ def submit(
         str | None, typer.Option(help="Only these tasks of the stage's array, such as 3 or 0-7%4.")
     ] = None,
     extract_tasks: Annotated[int, typer.Option(min=1, help="Tasks that extract features side by side.")] = 1,
+    at_once: Annotated[
+        int | None, typer.Option("--at-once", min=1, help="Tasks of each array that run at the same time, at most.")
+    ] = None,
     launch: Annotated[
         str | None,
         typer.Option(help="accelerate config file, or a DeepSpeed file (*.json), for the training; default DDP."),
@@ -54,7 +57,7 @@ def submit(
         account=account,
         qos=qos,
     )
-    options = Options(resources=asked, extract_tasks=extract_tasks, array=array, launch=launch)
+    options = Options(resources=asked, extract_tasks=extract_tasks, array=array, launch=launch, at_once=at_once)
     submit_recipe(
         recipe,
         overrides=overrides or [],
@@ -77,7 +80,7 @@ def status(run_dir: Annotated[Path, typer.Argument(help="A run directory.")]) ->
 @slurm_app.command("cancel")
 def cancel(run_dir: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
     """Cancel every job of a run that waits or runs."""
-    from eyas.recipes.slurm_checks import live_jobs
+    from eyas.recipes.slurm_record import live_jobs
     from eyas.slurm.sbatch import cancel as cancel_jobs
 
     jobs = [state.job for state in live_jobs(run_dir)]

@@ -6,9 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from eyas.recipes.schema import Recipe
-from eyas.recipes.sweep import RECIPE, point_directory
+from eyas.recipes.sweep import RECIPE, makes_data, point_directory
+from eyas.slurm.sbatch import plain_id
 from eyas.slurm.script import Job, Template
 from eyas.slurm.site import Resources, Site
 
@@ -17,24 +19,37 @@ STAGES = ("prepare", "extract", "train", "export", "score")
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A job of a chain and the job that must have ended well before it; None = nothing."""
+    """A job of a chain and the one that must have ended before it (None = nothing), well or, for `afterany`, however."""
 
     stage: str
     job: Job
     after: str | None
+    condition: Literal["afterok", "afterany"] = "afterok"
+
+    @property
+    def processes(self) -> int:
+        """GPUs of the job, or its nodes where it asks for none."""
+        return (self.job.resources.nodes or 1) * (self.job.resources.gpus_per_node or 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What the command line asks for: resources of every job it submits, tasks of the arrays, seconds per checkpoint.
 
-    `array` is of the stage that is submitted alone, to run single tasks again.
+    `array` is of the stage that is submitted alone, to run single tasks again; `at_once` limits the tasks of each array
+    that run at the same time.
     """
 
     resources: Resources
     extract_tasks: int
     array: str | None
     launch: str | None
+    at_once: int | None = None
+
+    def tasks(self, count: int) -> str:
+        """An array of `count` tasks, or the tasks of it that were asked for."""
+        array = self.array or f"0-{count - 1}"
+        return array if self.at_once is None or "%" in array else f"{array}%{self.at_once}"
 
 
 def plan_chain(recipe: Recipe, recipe_path: Path, *, stages: Sequence[str], site: Site, options: Options) -> list[Link]:
@@ -69,14 +84,15 @@ def plan_sweep(recipe: Recipe, folder: Path, *, stages: Sequence[str], site: Sit
     whole, count = str(folder / "sweep.yaml"), math.prod(len(values) for values in recipe.sweep.values())
     run_dir = str(point_directory(recipe, "{task}"))
     jobs = {
-        "link": make("pipeline", "sweep", ["sweep", "--link", whole], gpus=False, name="link"),
-        "train": make(
-            "train", "train", [f"{run_dir}/{RECIPE}"], array=options.array or f"0-{count - 1}", run_dir=run_dir
-        ),
-        "table": make("pipeline", "sweep", ["sweep", "--table", whole], gpus=False, name="table"),
+        # What a combination does not share is made in this job, which then needs what an extraction needs.
+        "link": make("pipeline", "extract" if makes_data(recipe) else "sweep", ["sweep", "--link", whole], name="link"),
+        "train": make("train", "train", [f"{run_dir}/{RECIPE}"], array=options.tasks(count), run_dir=run_dir),
+        "table": make("pipeline", "sweep", ["sweep", "--table", whole], name="table"),
     }
     for name, job in jobs.items():
-        links.append(Link(stage=name, job=job, after=links[-1].stage if links else None))
+        # The table is written however the trainings end: a head that diverged stands in it as not trained.
+        condition = "afterany" if name == "table" else "afterok"
+        links.append(Link(stage=name, job=job, after=links[-1].stage if links else None, condition=condition))
     return links
 
 
@@ -84,7 +100,7 @@ def with_dependency(link: Link, *, ids: Mapping[str, str]) -> Job:
     """The job of a link, once the jobs before it have ids."""
     if link.after is None or link.after not in ids:
         return link.job
-    return replace(link.job, dependency=f"afterok:{ids[link.after]}")
+    return replace(link.job, dependency=f"{link.condition}:{plain_id(ids[link.after])}")
 
 
 def _jobs(recipe: Recipe, recipe_path: Path, *, stage: str, site: Site, options: Options) -> dict[str, Job]:
@@ -101,15 +117,15 @@ def _jobs(recipe: Recipe, recipe_path: Path, *, stage: str, site: Site, options:
         if tasks == 1 and options.array is None:
             return {stage: make("pipeline", stage, ["extract", path])}
         # The tasks leave shards; the job after them finds all there and seals the stage.
-        parts = make("pipeline", stage, ["extract", "--part", path], array=options.array or f"0-{tasks - 1}")
-        return {stage: parts, "seal": make("pipeline", "extract", ["extract", path], gpus=False, name="seal")}
+        parts = make("pipeline", stage, ["extract", "--part", path], array=options.tasks(tasks))
+        return {stage: parts, "seal": make("pipeline", stage, ["extract", "--only", path], gpus=False, name="seal")}
     if stage == "train":
         return {stage: make("train", stage, [path])}
     if stage == "export":
-        return {stage: make("pipeline", stage, ["export", path], gpus=False)}
+        return {stage: make("pipeline", stage, ["export", "--only", path], gpus=False)}
     assert stage == "score", stage
     arms = arm_names(recipe)
-    return {stage: make("score-array", stage, [path], array=options.array or f"0-{len(arms) - 1}")}
+    return {stage: make("score-array", stage, [path], array=options.tasks(len(arms)))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +151,12 @@ class _Maker:
         resources = self.options.resources.over(self.site.resources(stage))
         if stage != "train":
             resources = resources.model_copy(update={"nodes": 1})
-        if not gpus:
+        if not gpus or stage == "sweep":
             resources = resources.model_copy(update={"gpus_per_node": 0})
         launch = self.options.launch or self.site.launch
         environment = dict(self.site.environment) | {"EYAS_RUN_DIR": run_dir or str(folder.parent)}
         if template == "train" and launch is not None:
-            environment["EYAS_LAUNCH"] = launch
+            environment["EYAS_LAUNCH"] = str(Path(launch).expanduser().absolute())
         log = "%A_%a" if array else "%j"
         return Job(
             template=template,

@@ -1,44 +1,139 @@
-"""Running again what failed of a chain: only that, and the jobs after it follow."""
+"""Running again what failed of a chain: only that, and the jobs after it wait for it anew."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
-from eyas.heads.files import read_json
-from eyas.recipes.slurm_checks import RECORD
-from eyas.slurm.sbatch import ENDED_BADLY, job_states, requeue, wait_for_again
+from eyas.heads.files import write_text
+from eyas.recipes.slurm_record import Entry, deciding, job_ids, known_jobs, read_entries, write_entries
+from eyas.slurm.sbatch import ENDED_BADLY, FORGOTTEN, JobState, requeue, submit, wait_for_again
+
+Say = Callable[[str], None]
+
+ORDER = ("prepare", "extract", "seal", "link", "train", "table", "export", "score")
+"""Jobs of a chain, each before those that may wait for it."""
+
+FAILED = (ENDED_BADLY - {"CANCELLED"}) | {FORGOTTEN}
+"""Ends that are repeated. Whoever cancelled a job meant it."""
 
 
-def retry_jobs(run_dir: Path, *, say: Callable[[str], None]) -> list[str]:
-    """Requeue every ended job of the run that did not end well; returns them.
+def retry_jobs(run_dir: Path, *, say: Say) -> list[str]:
+    """Run every job, or task of an array, again that did not end well; returns them.
 
-    A cancelled job whose stage was submitted again later is left alone.
+    SLURM is asked to requeue them; what it has forgotten is submitted again with its own script. Jobs after them that
+    still wait are told what they wait for, and those that had run whatever came of them (a sweep's table) run again.
 
     Raises:
-        ValueError: no job of the run failed, or SLURM refused.
+        ValueError: no job of the run failed, or SLURM refused (what it did not refuse is done).
     """
-    if not (run_dir / RECORD).is_file():
+    run_dir = run_dir.absolute()
+    submitted = {entry.stage for entry in read_entries(run_dir)}
+    if not submitted:
         raise ValueError(f"no jobs were submitted for {run_dir} (`eyas slurm submit`)")
-    newest = {entry["stage"]: entry for entry in read_json(run_dir / RECORD)["jobs"]}
-    failed = [
-        state.job for entry in newest.values() for state in job_states(entry["job"]) if state.state in ENDED_BADLY
-    ]
-    if not failed:
-        raise ValueError(f"no job of {run_dir} failed, as far as SLURM remembers; `eyas slurm status` shows them")
-    for job in failed:
-        requeue(job)
-        say(f"{job}: runs again")
-    for entry in newest.values():
-        waits = [state.job for state in job_states(entry["job"]) if state.state == "PENDING"]
-        if entry["dependency"] is not None and waits and not set(waits) & set(failed):
-            wait_for_again(entry["job"], dependency=_open_dependency(entry["dependency"]))
-            say(f"{entry['job']} {entry['stage']}: waits again")
-    return failed
+    retry = _Retry(run_dir, say)
+    for stage in ORDER:
+        if stage in submitted:
+            retry.stage(stage)
+    if retry.problems:
+        raise ValueError("; ".join(retry.problems))
+    left = f"cancelled, so left alone: {', '.join(retry.cancelled)}" if retry.cancelled else ""
+    if not retry.repeated:
+        more = f"; {left} (`eyas slurm submit` begins anew)" if left else ""
+        raise ValueError(f"no job of {run_dir} failed; `eyas slurm status` shows them{more}")
+    if left:
+        say(left)
+    return retry.repeated
 
 
-def _open_dependency(dependency: str) -> str:
-    """What is left of "afterok:JOB": an array of which a task failed once never counts as ended well, its tasks do."""
-    kind, _, job = dependency.partition(":")
-    tasks = [state.job for state in job_states(job) if state.state != "COMPLETED"]
-    return f"{kind}:{':'.join(tasks)}" if tasks else ""
+class _Retry:
+    """One pass over the stages, in the order in which they depend on each other."""
+
+    def __init__(self, run_dir: Path, say: Say) -> None:
+        self.run_dir, self.say = run_dir, say
+        self.stages: set[str] = set()
+        self.repeated: list[str] = []
+        self.cancelled: list[str] = []
+        self.problems: list[str] = []
+
+    def stage(self, stage: str) -> None:
+        """Repeat what failed of one stage, and let what waits of it wait for what was repeated before it."""
+        tasks = deciding(known_jobs(self.run_dir), stage=stage)
+        self.cancelled += [state.job for _, state in tasks.values() if state.state == "CANCELLED"]
+        entries = {entry.job: entry for entry, _ in tasks.values()}
+        for entry in entries.values():
+            own = {task: state for task, (its, state) in tasks.items() if its.job == entry.job}
+            failed = {task: state for task, state in own.items() if state.state in FAILED}
+            dependency = self._dependency(entry)
+            try:
+                if failed:
+                    self._repeat(entry, failed, dependency=dependency)
+                elif dependency is None:
+                    continue
+                elif any(state.state == "PENDING" for state in own.values()):
+                    wait_for_again(entry.job, dependency=dependency)
+                    self.say(f"{entry.job} {stage}: waits again")
+                elif dependency.startswith("afterany") and not any(state.live for state in own.values()):
+                    self._submit(entry, list(own), dependency=dependency)
+            except ValueError as error:
+                self.problems.append(str(error))
+
+    def _dependency(self, entry: Entry) -> str | None:
+        """What a job waits for now, when something before it is repeated.
+
+        An array of which a task failed once never counts as ended well, its tasks do.
+        """
+        if entry.after is None or entry.after not in self.stages or entry.dependency is None:
+            return None
+        before = deciding(known_jobs(self.run_dir), stage=entry.after)
+        waiting = [state for _, state in before.values() if state.state != "COMPLETED"]
+        return f"{entry.dependency.partition(':')[0]}:{job_ids(waiting)}" if waiting else None
+
+    def _repeat(self, entry: Entry, failed: dict[str, JobState], *, dependency: str | None) -> None:
+        forgotten = []
+        self.stages.add(entry.stage)
+        for task, state in failed.items():
+            try:
+                requeue(state.job)
+            except ValueError:  # forgotten, or a job that may not be requeued
+                forgotten.append(task)
+                continue
+            self.repeated.append(state.job)
+            self.say(f"{state.job}: runs again")
+        if dependency is not None and len(forgotten) < len(failed):
+            wait_for_again(entry.job, dependency=dependency)
+        if forgotten:
+            self._submit(entry, forgotten, dependency=dependency)
+
+    def _submit(self, entry: Entry, tasks: Sequence[str], *, dependency: str | None) -> None:
+        """Submit a job's script anew, for some of its tasks, as a job of its own."""
+        self.stages.add(entry.stage)
+        entries = read_entries(self.run_dir)
+        array = None if entry.array is None else ",".join(tasks) + "".join(entry.array.partition("%")[1:])
+        old = Path(entry.script)
+        script = old.with_name(f"{len(entries):03d}-{entry.stage}.sbatch")
+        text = with_directive(old.read_text(encoding="utf-8"), "array", array)
+        write_text(script, with_directive(text, "dependency", dependency), mode=0o600)
+        again = replace(
+            entry,
+            job=submit(script),
+            script=str(script),
+            array=array,
+            dependency=dependency,
+            submitted=datetime.now(UTC).isoformat(timespec="seconds"),
+            states={},
+            forgotten=False,
+        )
+        write_entries(self.run_dir, [*entries, again])
+        self.repeated.append(again.job)
+        of = "" if array is None else f", tasks {','.join(tasks)}"
+        self.say(f"{again.job} {entry.stage}: submitted again for {entry.job}{of}")
+
+
+def with_directive(script: str, name: str, value: str | None) -> str:
+    """A script with another value in one of its #SBATCH lines, or without the line."""
+    line = "" if value is None else f"#SBATCH --{name}={value}\n"
+    return re.sub(rf"^#SBATCH --{name}=.*\n", lambda _: line, script, count=1, flags=re.MULTILINE)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from eyas.heads.files import read_json, write_json, write_text
+from eyas.heads.files import write_text
 from eyas.recipes.load import dump_recipe, load_recipe
 from eyas.recipes.schema import Recipe
-from eyas.recipes.slurm_checks import RECORD, check_no_live_job, check_paths, check_time, measured_step_seconds
+from eyas.recipes.slurm_checks import check_limits, check_not_held, check_paths, named_paths
 from eyas.recipes.slurm_jobs import STAGES, Link, Options, plan_chain, plan_sweep, with_dependency
-from eyas.recipes.sweep import sweep_points, without_sweep
-from eyas.slurm.sbatch import require_slurm
+from eyas.recipes.slurm_record import RECORD, Entry, read_entries, write_entries
+from eyas.recipes.sweep import RECIPE, point_directory, sweep_points, without_sweep
+from eyas.slurm.sbatch import require_slurm, tasks_of
 from eyas.slurm.sbatch import submit as sbatch
-from eyas.slurm.script import Job, render
+from eyas.slurm.script import render
 from eyas.slurm.site import Site, read_site
 
 Say = Callable[[str], None]
@@ -40,8 +40,14 @@ def submit_recipe(
         ValueError: anything that would make a job fail for a reason known now, or sbatch refused.
     """
     recipe, site = load_recipe(reference, overrides=overrides), read_site(site_path)
+    recipe = recipe.model_copy(update={"run_dir": str(recipe.run_directory.absolute())})  # the jobs may start elsewhere
     wanted = _stages(stages, options=options)
-    run_dir = recipe.run_directory.absolute()
+    if recipe.sweep and stages and not {*stages} <= {"prepare", "extract", "train"}:
+        raise ValueError(
+            "a sweep ends with training and a table; export and score the combination that you choose: "
+            f"`eyas slurm submit {point_directory(recipe, 'N')}/{RECIPE} --stage export --stage score`"
+        )
+    run_dir = recipe.run_directory
     folder = run_dir / RECORD.parent
     links = _links(recipe, folder=folder, stages=wanted, site=site, options=options)
     if dry_run:
@@ -49,7 +55,9 @@ def submit_recipe(
             say(f"# ---- {link.stage}{f', after {link.after}' if link.after else ''}\n{render(link.job)}")
         return {}
     require_slurm()
-    _check(recipe, reference, run_dir=run_dir, links=links, site=site)
+    _check(recipe, reference, launch=options.launch or site.launch, site=site)
+    check_limits(links, recipe, signal_seconds=site.signal_seconds, say=say)
+    check_not_held(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     _write_recipes(recipe, folder=folder)
     ids: dict[str, str] = {}
@@ -68,6 +76,8 @@ def _stages(asked: Sequence[str], *, options: Options) -> list[str]:
         raise ValueError(
             "--array chooses tasks of one stage: name it with --stage extract, --stage score, or --stage train"
         )
+    if options.array is not None:
+        tasks_of(options.array)  # refuses what is no list of tasks
     return [stage for stage in STAGES if not asked or stage in asked]
 
 
@@ -80,45 +90,39 @@ def _links(recipe: Recipe, *, folder: Path, stages: Sequence[str], site: Site, o
     return plan_chain(recipe, folder / "recipe.yaml", stages=stages, site=site, options=options)
 
 
-def _check(recipe: Recipe, reference: str, *, run_dir: Path, links: Sequence[Link], site: Site) -> None:
-    named = Path(reference)
-    check_paths([*([named] if named.is_file() else []), run_dir], shared=site.shared_paths)
-    check_no_live_job(run_dir)
-    for link in links:
-        if link.job.template == "train":
-            check_time(
-                recipe,
-                time=link.job.resources.time,
-                signal_seconds=site.signal_seconds,
-                step_seconds=measured_step_seconds(run_dir, batch_tokens=recipe.train.batch_tokens),
-            )
+def _check(recipe: Recipe, reference: str, *, launch: str | None, site: Site) -> None:
+    """Whether all that the jobs read is there, on disks that their nodes see."""
+    recipes = [recipe, *(point.recipe for point in sweep_points(recipe))] if recipe.sweep else [recipe]
+    named = {path for each in recipes for path in named_paths(each, launch=launch, site=site)}
+    given = [Path(reference)] if Path(reference).is_file() else []
+    check_paths([*given, recipe.run_directory, Path.cwd(), *sorted(named)], shared=site.shared_paths)
 
 
 def _write_recipes(recipe: Recipe, *, folder: Path) -> None:
     write_text(folder / "recipe.yaml", dump_recipe(without_sweep(recipe)))
     if recipe.sweep:
         write_text(folder / "sweep.yaml", dump_recipe(recipe))
+    else:
+        (folder / "sweep.yaml").unlink(missing_ok=True)
 
 
 def _submit_one(link: Link, *, ids: dict[str, str], folder: Path) -> str:
     """Write the script, submit it, record its id at once: a kill in between leaves no job that nobody knows."""
     job = with_dependency(link, ids=ids)
-    record: dict[str, Any] = read_json(folder / RECORD.name) if (folder / RECORD.name).is_file() else {"jobs": []}
-    script = folder / f"{len(record['jobs']):03d}-{link.stage}.sbatch"
-    write_text(script, render(job))
-    job_id = sbatch(script)
-    record["jobs"].append(_entry(link.stage, job, job_id=job_id, script=script))
-    write_json(folder / RECORD.name, record)
-    return job_id
-
-
-def _entry(stage: str, job: Job, *, job_id: str, script: Path) -> dict[str, Any]:
-    return {
-        "job": job_id,
-        "stage": stage,
-        "script": str(script),
-        "array": job.array,
-        "dependency": job.dependency,
-        "output": job.output,
-        "submitted": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    entries = read_entries(folder.parent)
+    script = folder / f"{len(entries):03d}-{link.stage}.sbatch"
+    write_text(script, render(job), mode=0o600)  # the site's environment may hold keys
+    entry = Entry(
+        job=sbatch(script),
+        stage=link.stage,
+        name=job.name,
+        script=str(script),
+        output=job.output,
+        submitted=datetime.now(UTC).isoformat(timespec="seconds"),
+        array=job.array,
+        dependency=job.dependency,
+        after=link.after if job.dependency else None,
+        processes=link.processes,
+    )
+    write_entries(folder.parent, [*entries, entry])
+    return entry.job

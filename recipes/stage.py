@@ -10,14 +10,10 @@ comes out different makes everything after it stale, and one that comes out the 
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
-import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +22,7 @@ from typing import Any, Literal, Protocol
 from eyas.heads.differences import differences
 from eyas.heads.files import LARGE_FILE_BYTES, fingerprint, fingerprint_file, read_json, sync_directory, write_json
 from eyas.recipes.provenance import git_state, versions
+from eyas.recipes.run_lock import LOCK, short_lock
 
 SCHEMA_VERSION = 1
 """Part of every stage's fingerprint: raised when a change of code makes older directories unusable."""
@@ -164,39 +161,9 @@ def begin_stage(stage: Stage, *, run_dir: Path) -> Path:
         ValueError: as `run_stage`.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / f".lock-{stage.name}").open("a", encoding="utf-8") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+    with short_lock(run_dir / f"{LOCK}-{stage.name}"):
         _enter(_partial(run_dir / stage.name), stage=stage)
     return _partial(run_dir / stage.name)
-
-
-@contextmanager
-def run_lock(run_dir: Path, *, part: str | None = None) -> Iterator[None]:
-    """Hold `run_dir`, or a part of it, for this process; the kernel lets go when the process ends, however it ends.
-
-    Raises:
-        ValueError: another process holds it.
-    """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / (".lock" if part is None else f".lock-{part}")).open("a+", encoding="utf-8") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            stream.seek(0)
-            raise ValueError(
-                f"{run_dir} is in use by another eyas process ({stream.read().strip() or 'unknown'}); "
-                "wait for it, or set run_dir=... to write elsewhere"
-            ) from error
-        stream.truncate(0)
-        stream.write(_holder())
-        stream.flush()
-        yield
-
-
-def _holder() -> str:
-    """This process as another one would look for it: on another node its number alone says nothing."""
-    job = os.environ.get("SLURM_JOB_ID")
-    return f"id {os.getpid()} on {socket.gethostname()}" + (f", SLURM job {job}" if job else "")
 
 
 def _partial(final: Path) -> Path:
@@ -277,7 +244,9 @@ def _publish(final: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    if directory.exists():
+    if directory.is_symlink():  # a combination of a sweep leaves what it shares to the others
+        directory.unlink()
+    elif directory.exists():
         shutil.rmtree(directory)
 
 

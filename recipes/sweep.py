@@ -5,12 +5,14 @@
       train.ttt_steps: [2, 3]
 
 Runs lie in `<run_dir>/sweep/0`, `1`, ... What a combination does not change, data and features above all, is made once
-in the run directory itself and linked into theirs.
+in the run directory itself and linked into theirs. A section may be swept too (`train.losses`): each of its values sets
+some of the section's fields.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +44,23 @@ class Point:
     @property
     def label(self) -> str:
         """The values in a line."""
-        return ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in self.values.items())
+        return ", ".join(f"{key.rpartition('.')[2]}={shown(value)}" for key, value in self.values.items())
+
+
+def shown(value: Any) -> str:
+    """A value in a line, as tables and names have it."""
+    if isinstance(value, dict):
+        return " ".join(f"{name}={shown(each)}" for name, each in value.items())
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def makes_data(recipe: Recipe) -> bool:
+    """Whether a key of the sweep may change what stands before training, so that a combination makes its own."""
+    return any(
+        key.partition(".")[0] in ("target", "data", "features", "seed")
+        or key in ("head", "head.kind", "init", "init.head")
+        for key in recipe.sweep
+    )
 
 
 def without_sweep(recipe: Recipe) -> Recipe:
@@ -67,7 +85,7 @@ def sweep_points(recipe: Recipe) -> list[Point]:
 
 
 def _point(recipe: Recipe, number: int, values: dict[str, Any]) -> Point:
-    words = "-".join(f"{key.rpartition('.')[2]}-{value}" for key, value in values.items())
+    words = "-".join(f"{key.rpartition('.')[2]}-{shown(value)}" for key, value in values.items())
     own = {
         "name": f"{recipe.name}-{re.sub(r'[^A-Za-z0-9._-]+', '-', words)}",
         "run_dir": str(point_directory(recipe, number)),
@@ -90,24 +108,40 @@ def write_points(recipe: Recipe) -> list[Point]:
 
 
 def link_stages(recipe: Recipe, point: Point) -> list[str]:
-    """Link what stands in the base run and is the same for `point` into its run directory; returns the names.
+    """Link what is the same for `point` and stands in the base run, or in an earlier combination's; returns the names.
 
     A stage is the same when the fingerprint that `point` would give it is the one that it was made with.
     """
-    base, directory = recipe.run_directory.absolute(), point_directory(recipe, point.number)
+    directory = point_directory(recipe, point.number)
+    bases = [recipe.run_directory.absolute(), *(point_directory(recipe, number) for number in range(point.number))]
     directory.mkdir(parents=True, exist_ok=True)
     run, linked = open_run(point.recipe), []
-    last = "prepare" if point.recipe.features.mode == "online" else "extract"
-    for name in stage_names(point.recipe, last=last):
+    for name in stage_names(point.recipe, last=last_shared(point.recipe)):
         stage = STAGES[name](run)
-        if stage_status(stage, run_dir=base) != "complete":
-            break  # what follows reads what is not there
+        base = next((each for each in bases if stage_status(stage, run_dir=each) == "complete"), None)
         link = directory / stage.name
+        shared = None if base is None else (base / stage.name).resolve()
+        if link.is_symlink() and link.resolve() != shared:
+            link.unlink()  # it dangles, or leads to what was made of other settings
+        if shared is None:
+            break  # what follows reads what is not there
         if not link.exists():
-            link.unlink(missing_ok=True)  # it may dangle
-            link.symlink_to(base / stage.name, target_is_directory=True)
+            link.symlink_to(shared, target_is_directory=True)
         linked.append(stage.name)
     return linked
+
+
+def last_shared(recipe: Recipe) -> str:
+    """The last stage before training."""
+    return "prepare" if recipe.features.mode == "online" else "extract"
+
+
+def ready_point(recipe: Recipe, point: Point, *, say: Say) -> None:
+    """Make all ready that the training of `point` reads: linked where it is shared, and else made in its own run."""
+    linked = link_stages(recipe, point)
+    say(f"{point.number}: {point.label}: {', '.join(linked) or 'nothing'} shared")
+    if len(linked) < len(stage_names(point.recipe, last=last_shared(point.recipe))):
+        run_until(point.recipe, last=last_shared(point.recipe), say=lambda line: say(f"{point.number}: {line}"))
 
 
 def run_sweep(recipe: Recipe, *, say: Say) -> Path:
@@ -115,8 +149,7 @@ def run_sweep(recipe: Recipe, *, say: Say) -> Path:
     from eyas.recipes.sweep_table import write_table
 
     points = write_points(recipe)
-    shared = without_sweep(recipe)
-    run_until(shared, last="prepare" if recipe.features.mode == "online" else "extract", say=say)
+    run_until(without_sweep(recipe), last=last_shared(recipe), say=say)
     for point in points:
         say(f"sweep {point.number + 1} of {len(points)}: {point.label}")
         link_stages(recipe, point)

@@ -13,7 +13,7 @@ def sweep(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     link: Annotated[
-        bool, typer.Option("--link", help="Only make the runs' directories and link what they share.")
+        bool, typer.Option("--link", help="Only make the runs' directories, with all that their training reads.")
     ] = False,
     table: Annotated[
         bool, typer.Option("--table", help="Only write the table and the plot of what is trained.")
@@ -21,15 +21,13 @@ def sweep(
 ) -> None:
     """Train a head for every combination of the recipe's `sweep`, and compare held-out tau."""
     from eyas.recipes.load import load_recipe
-    from eyas.recipes.sweep import link_stages, run_sweep, write_points
+    from eyas.recipes.sweep import ready_point, run_sweep, write_points
     from eyas.recipes.sweep_table import write_table
 
     resolved = load_recipe(recipe, overrides=overrides or ())
     if link:
         for point in write_points(resolved):
-            typer.echo(
-                f"{point.number}: {point.label}: {', '.join(link_stages(resolved, point)) or 'nothing to share'}"
-            )
+            ready_point(resolved, point, say=typer.echo)
         return
     written = write_table(resolved) if table else run_sweep(resolved, say=typer.echo)
     typer.echo(written.read_text(encoding="utf-8").rstrip())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from eyas.heads.files import read_json, write_json, write_text
 from eyas.recipes.schema import Recipe
-from eyas.recipes.sweep import FOLDER, Point, point_directory, sweep_points
+from eyas.recipes.sweep import FOLDER, Point, point_directory, shown, sweep_points
 
 
 def write_table(recipe: Recipe) -> Path:
@@ -53,7 +52,7 @@ def _markdown(name: str, rows: list[dict[str, Any]], *, keys: list[str]) -> str:
     heads = ["run", *keys, "held-out tau", "marginal acceptance", "training, s"]
     lines = [f"# Sweep {name}", "", f"| {' | '.join(heads)} |", f"|{' ---: |' * len(heads)}"]
     for row in order:
-        values = [_shown(row["values"][key]) for key in keys]
+        values = [shown(row["values"][key]) for key in keys]
         lines.append(f"| {' | '.join([str(row['run']), *values, *_results(row)])} |")
     lengths = {row["chain_length"] for row in rows if row["chain_length"] is not None}
     lines += [
@@ -72,10 +71,6 @@ def _results(row: dict[str, Any]) -> list[str]:
     return [f"{row['heldout_tau']:.3f}", marginal, "" if row["seconds"] is None else f"{row['seconds']:.0f}"]
 
 
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def _plot(rows: list[dict[str, Any]], *, keys: list[str], path: Path) -> None:
     """Tau against each key, a dot a run, and a line through the means."""
     import io
@@ -87,8 +82,8 @@ def _plot(rows: list[dict[str, Any]], *, keys: list[str], path: Path) -> None:
     FigureCanvasSVG(figure)
     axes = figure.subplots(1, len(keys), sharey=True, squeeze=False)[0]
     for axis, key in zip(axes, keys, strict=True):
-        names = list(dict.fromkeys(_shown(row["values"][key]) for row in rows))
-        taus = {name: [row["heldout_tau"] for row in rows if _shown(row["values"][key]) == name] for name in names}
+        names = list(dict.fromkeys(shown(row["values"][key]) for row in rows))
+        taus = {name: [row["heldout_tau"] for row in rows if shown(row["values"][key]) == name] for name in names}
         for place, name in enumerate(names):
             axis.plot([place] * len(taus[name]), taus[name], "o", color="#0072B2", markersize=5)
         axis.plot(

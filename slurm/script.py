@@ -27,7 +27,7 @@ class Job:
         arguments: of the script. environment: settings of the script and of the site.
         array: such as "0-7%4". dependency: such as "afterok:123". chdir: where it runs.
         signal: sent to the script `signal_seconds` before the time limit.
-        setup: lines of shell that the site wants, run first.
+        setup: commands of the shell that the site wants, run first; one that fails ends the job.
     """
 
     template: Template
@@ -88,6 +88,7 @@ def _asked(job: Job) -> dict[str, str | None]:
         "signal": f"B:{job.signal}@{job.signal_seconds}",
         "array": job.array,
         "dependency": job.dependency,
+        "kill-on-invalid-dep": "no" if job.dependency else None,  # `eyas slurm retry` mends what the job waits for
         "partition": job.resources.partition,
         "account": job.resources.account,
         "qos": job.resources.qos,
@@ -114,8 +115,9 @@ def _site_block(job: Job) -> str:
         if not _NAME.fullmatch(name):
             raise ValueError(f"environment: {name!r} is no name of a variable")
     exports = [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
-    options = job.container.srun_options() if job.container else []
-    words = job.container.command() if job.container else []
-    lines = [*job.setup, *exports, f"srun_options=({shlex.join(options)})", f"inside=({shlex.join(words)})"]
+    options = job.container.srun_options(workdir=job.chdir) if job.container else []
+    words = job.container.command(workdir=job.chdir) if job.container else []
+    setup = [f"{line} || fail {shlex.quote(f'the site asks for this, and it failed: {line}')}" for line in job.setup]
+    lines = [*setup, *exports, f"srun_options=({shlex.join(options)})", f"inside=({shlex.join(words)})"]
     # sbatch hands arguments on only where the script is submitted with them; in the file they survive a copy.
     return "\n".join([*lines, f"set -- {shlex.join(job.arguments)}"]) + "\n"

@@ -14,7 +14,8 @@
       prepare: {partition: cpu, gpus_per_node: 0, time: "1:00:00"}
       train: {nodes: 2}
 
-`setup` lines are shell: they run in the job as they stand, on the user's own behalf. Everything else is quoted.
+`setup` lines are commands of the shell: they run in the job as they stand, on the user's own behalf, and end it when they
+fail. Everything else is quoted.
 """
 
 from __future__ import annotations
@@ -53,25 +54,32 @@ class Resources(_Closed):
 
 
 class Container(_Closed):
-    """Where eyas is installed, when that is an image: started by srun (pyxis) or by apptainer on the node."""
+    """Where eyas is installed, when that is an image: started by srun (pyxis) or by apptainer on the node.
+
+    What runs inside begins in the job's own folder, which must be among the mounts. `mount_home` says whether the user's
+    home is; None leaves that to the cluster.
+    """
 
     kind: Literal["pyxis", "apptainer"]
     image: str = Field(min_length=1)
     mounts: tuple[str, ...] = Field(default=(), strict=False)
+    mount_home: bool | None = None
 
-    def srun_options(self) -> list[str]:
+    def srun_options(self, *, workdir: str) -> list[str]:
         """Options of srun."""
         if self.kind != "pyxis":
             return []
         mounts = [f"--container-mounts={','.join(self.mounts)}"] if self.mounts else []
-        return [f"--container-image={self.image}", *mounts, "--no-container-mount-home"]
+        home = {None: [], True: ["--container-mount-home"], False: ["--no-container-mount-home"]}[self.mount_home]
+        return [f"--container-image={self.image}", *mounts, *home, f"--container-workdir={workdir}"]
 
-    def command(self) -> list[str]:
+    def command(self, *, workdir: str) -> list[str]:
         """Words before the command that runs inside."""
         if self.kind != "apptainer":
             return []
         binds = [f"--bind={mount}" for mount in self.mounts]
-        return ["apptainer", "exec", "--nv", *binds, self.image]
+        home = ["--no-home"] if self.mount_home is False else []
+        return ["apptainer", "exec", "--nv", *home, *binds, f"--pwd={workdir}", self.image]
 
 
 class Site(Resources):

@@ -44,6 +44,8 @@ SlurmdParameters=config_overrides
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=100000
 ReturnToService=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 JobRequeue=1
 KillWait=5
 MinJobAge=600
@@ -51,7 +53,8 @@ InactiveLimit=0
 SlurmctldTimeout=30
 SlurmdTimeout=60
 {nodes}
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 
 
@@ -90,21 +93,24 @@ class Cluster:
     def fields(self, job: str) -> dict[str, str]:
         """What `scontrol show job` says of one job or array task."""
         line = self.command("scontrol", "show", "job", job, "-o").splitlines()[-1]
-        return dict(word.partition("=")[::2] for word in line.split(" ") if "=" in word)
+        return _fields(line)
 
     def wait(self, job: str, *, seconds: float) -> str:
         """The state in which a job, or every task of an array, ends. SLURM tells nobody, so it is asked."""
         deadline = time.monotonic() + seconds
         while True:
             lines = self.command("scontrol", "show", "job", job, "-o").splitlines()
-            states = {
-                dict(word.partition("=")[::2] for word in line.split(" ") if "=" in word)["JobState"] for line in lines
-            }
+            states = {_fields(line)["JobState"] for line in lines}
             if states <= set(FINISHED):
                 return states.pop() if len(states) == 1 else ",".join(sorted(states))
             if time.monotonic() > deadline:
                 raise TimeoutError(f"job {job} is {states} after {seconds:g} s")
             time.sleep(0.5)
+
+
+def _fields(line: str) -> dict[str, str]:
+    """Words NAME=VALUE of a line of scontrol."""
+    return {name: value for name, _, value in (word.partition("=") for word in line.split(" ") if "=" in word)}
 
 
 @contextmanager

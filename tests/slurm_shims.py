@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 SBATCH = """#!/bin/bash
@@ -14,7 +15,7 @@ SCONTROL = """#!/bin/bash
 echo "scontrol $*" >> "$SHIM_LOG"
 case "$1 $2" in
   "show hostnames") printf 'n1\\nn2\\n' ;;
-  "show node") echo "NodeName=$3 Arch=x86_64 NodeAddr=10.0.0.7 NodeHostName=host Port=6818" ;;
+  "show node") for node in 1 2; do echo "NodeName=n$node Arch=x86_64 NodeAddr=10.0.0.$node NodeHostName=host Port=6818"; done ;;
   "show job") cat "$SHIM_JOBS/$3" 2>/dev/null || { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; } ;;
   "requeue "*) : ;;
 esac
@@ -24,21 +25,50 @@ echo "scancel $*" >> "$SHIM_LOG"
 [ -p "$SHIM_TOLD" ] && echo told > "$SHIM_TOLD"
 exit 0
 """
+SACCT = """#!/bin/bash
+cat "$SHIM_JOBS/accounted-$2" 2>/dev/null || { echo "Slurm accounting storage is disabled" >&2; exit 1; }
+"""
 SRUN = """#!/bin/bash
 echo "srun $*" >> "$SHIM_LOG"
+printf '%s\\0' "$@" > "$SHIM_SRUN"
 exec bash "$SHIM_STEP"
 """
+ACCELERATE = f"""#!{sys.executable}
+# The real `accelerate launch` as far as torch's own launcher: says how that would meet the other nodes, and ends.
+import json
+import sys
+import torch.distributed.run as run
+
+def say(args):
+    config, _, words = run.config_from_args(args)
+    found = dict(endpoint=config.rdzv_endpoint, backend=config.rdzv_backend, run_id=config.run_id, words=words[-3:],
+        is_host=config.rdzv_configs.get("is_host"), local_addr=config.local_addr, nodes=config.max_nodes,
+        processes=config.nproc_per_node)
+    print(json.dumps(found))
+
+run.run = say
+from accelerate.commands.launch import launch_command, launch_command_parser
+launch_command(launch_command_parser().parse_args(sys.argv[2:]))
+"""
+COMMANDS = {
+    "sbatch": SBATCH,
+    "scontrol": SCONTROL,
+    "scancel": SCANCEL,
+    "sacct": SACCT,
+    "srun": SRUN,
+    "accelerate": ACCELERATE,
+}
 
 
 def install(folder: Path) -> dict[str, str]:
     """Write the commands below `folder`; returns the environment in which they are found.
 
-    SHIM_LOG is what they were told, SHIM_STEP the script that srun runs, SHIM_JOBS has a file per job for `scontrol show
-    job`, SHIM_TOLD may be a named pipe that scancel writes to.
+    SHIM_LOG is what they were told, SHIM_STEP the script that srun runs, SHIM_SRUN the words of the last srun, SHIM_JOBS
+    has a file per job for `scontrol show job`, SHIM_TOLD may be a named pipe that scancel writes to.
     """
     programs = folder / "bin"
     programs.mkdir(parents=True)
-    for name, text in {"sbatch": SBATCH, "scontrol": SCONTROL, "scancel": SCANCEL, "srun": SRUN}.items():
+    for name, text in COMMANDS.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     (folder / "jobs").mkdir()
@@ -47,6 +77,7 @@ def install(folder: Path) -> dict[str, str]:
         "PATH": f"{programs}:{os.environ['PATH']}",
         "SHIM_LOG": str(folder / "log"),
         "SHIM_STEP": str(folder / "step.sh"),
+        "SHIM_SRUN": str(folder / "srun"),
         "SHIM_JOBS": str(folder / "jobs"),
         "SHIM_TOLD": str(folder / "told"),
     }

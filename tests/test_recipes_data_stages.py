@@ -14,7 +14,7 @@ from eyas.recipes.join import extract_part, join_extraction
 from eyas.recipes.pipeline import run_until
 from eyas.recipes.run import Run, stage_names
 from eyas.recipes.schema import Recipe
-from eyas.recipes.score_stage import only_arm
+from eyas.recipes.score_stage import arm_numbered, only_arm
 from eyas.recipes.stage import read_manifest
 from tests import tiny
 from tests.eval_records import write_session
@@ -126,6 +126,13 @@ def test_an_arm_alone_needs_the_head_and_has_a_directory_of_its_own(recipe: Reci
         run_until(one, last="score", say=lambda _: None)
     run = Run(recipe=one, run_dir=recipe.run_directory, target_dir=recipe.run_directory, target_fingerprint="t")
     assert run.directory("score").name == "score-k3"
+
+
+def test_an_arm_goes_by_its_number_too(recipe: Recipe) -> None:
+    assert arm_numbered(recipe, 0) == f"k{recipe.score.draft_lengths[0]}"
+    many = len(recipe.score.draft_lengths) + len(recipe.score.arms)
+    with pytest.raises(ValueError, match=f"--arm-number {many}: the recipe has {many} arms, from 0: k"):
+        arm_numbered(recipe, many)
 
 
 def test_the_report_follows_counts_that_changed_without_the_data(

@@ -100,6 +100,23 @@ def test_a_changed_setting_runs_everything_after_it(tmp_path: Path, log: list[st
     assert "seed: 1" in (tmp_path / "run" / "recipe.yaml").read_text()
 
 
+def test_only_makes_its_own_stage_and_refuses_when_an_earlier_one_does_not_stand(
+    tmp_path: Path, log: list[str]
+) -> None:
+    recipe = make_recipe(tmp_path)
+    run_until(recipe, last="prepare", say=lambda _: None)
+    with pytest.raises(
+        ValueError, match=r"the extract stage of .* is missing or stale, and with --only no stage but train"
+    ):
+        run_until(recipe, last="train", say=lambda _: None, only=True)
+    run_until(recipe, last="extract", say=lambda _: None, only=True)
+    run_until(recipe, last="train", say=lambda _: None, only=True)
+    assert log == ["collect", "prepare", "extract", "train"]
+    with pytest.raises(ValueError, match="the collect stage"):
+        run_until(make_recipe(tmp_path, seed=1), last="train", say=lambda _: None, only=True)
+    assert len(log) == 4
+
+
 def test_a_missing_conversation_file_is_refused_first(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, data={"conversations": str(tmp_path / "none.jsonl")})
     with pytest.raises(ValueError, match=r"data.sources: no file .*none\.jsonl"):

@@ -2,64 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from eyas.heads.files import read_json, write_json
-from eyas.recipes.cli import app
+from eyas.heads.files import read_json
+from eyas.recipes.run_lock import run_lock
 from eyas.recipes.schema import Recipe
 from eyas.recipes.score_stage import only_arm
-from eyas.recipes.slurm_checks import check_paths, check_time, measured_step_seconds, seconds_of
-from eyas.recipes.slurm_jobs import STAGES, Options, arm_names, plan_chain
+from eyas.recipes.slurm_checks import check_paths
+from eyas.recipes.slurm_jobs import STAGES, arm_names, plan_chain
 from eyas.slurm.sbatch import job_states
 from eyas.slurm.site import Resources, Site, read_site
-from tests import slurm_shims
-
-JOB_LINE = "JobId={job} JobName=x JobState={state} Reason={reason} NodeList=n1 RunTime=00:01:02 Restarts=2{more}\n"
-
-
-def settings(folder: Path, **changes: Any) -> dict[str, Any]:
-    return {
-        "name": "tiny",
-        "run_dir": str(folder / "run"),
-        "target": {"model": str(folder / "target")},
-        "data": {"conversations": str(folder / "chats.jsonl")},
-        "score": {"draft_lengths": [3, 1], "arms": {"ngram": {"method": "ngram", "num_speculative_tokens": 3}}},
-    } | changes
-
-
-def options(**changes: Any) -> Options:
-    return Options(**{"resources": Resources(), "extract_tasks": 1, "array": None, "launch": None} | changes)
+from tests.slurm_runs import eyas, job_line, options, recipe_settings, shared_folder, slurm_says, told
 
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that the site file calls shared, with a recipe, and SLURM's commands shimmed."""
-    for name, value in slurm_shims.install(tmp_path / "shims").items():
-        monkeypatch.setenv(name, value)
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings(tmp_path)))
-    (tmp_path / "site.yaml").write_text(yaml.safe_dump({"shared_paths": [str(tmp_path)], "partition": "gpu"}))
-    monkeypatch.setenv("EYAS_SLURM", str(tmp_path / "site.yaml"))
-    return tmp_path
-
-
-def eyas(*words: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, list(words))
-    assert result.exit_code == code, result.output
-    return result.output
-
-
-def told(shared: Path) -> list[str]:
-    return (shared / "shims" / "log").read_text().splitlines()
+    return shared_folder(tmp_path, monkeypatch)
 
 
 def test_the_chain_of_a_recipe() -> None:
-    recipe = Recipe.model_validate(settings(Path("/shared")))
+    recipe = Recipe.model_validate(recipe_settings(Path("/shared")))
     site = Site.model_validate(
         {"gpus_per_node": 8, "time": "4:00:00", "stages": {"train": {"nodes": 4}, "prepare": {"partition": "cpu"}}}
     )
@@ -86,18 +51,20 @@ def test_the_chain_of_a_recipe() -> None:
     assert jobs["prepare"].resources.partition == "cpu"
     assert (jobs["extract"].array, jobs["score"].array) == ("0-7", "0-2")
     assert list(jobs["extract"].arguments) == ["extract", "--part", "/shared/r.yaml"]
-    assert jobs["train"].environment == {"EYAS_RUN_DIR": "/shared/run", "EYAS_LAUNCH": "z2.json"}
+    assert jobs["train"].environment == {"EYAS_RUN_DIR": "/shared/run", "EYAS_LAUNCH": str(Path("z2.json").absolute())}
     assert "EYAS_LAUNCH" not in jobs["score"].environment
 
 
 def test_data_that_the_target_writes_needs_its_gpu() -> None:
-    recipe = Recipe.model_validate(settings(Path("/shared"), data={"conversations": "c.jsonl", "regenerate": True}))
+    recipe = Recipe.model_validate(
+        recipe_settings(Path("/shared"), data={"conversations": "c.jsonl", "regenerate": True})
+    )
     (link,) = plan_chain(recipe, Path("/r"), stages=["prepare"], site=Site(gpus_per_node=2), options=options())
     assert link.job.resources.gpus_per_node == 2
 
 
 def test_online_features_have_no_job() -> None:
-    recipe = Recipe.model_validate(settings(Path("/shared"), features={"mode": "online"}))
+    recipe = Recipe.model_validate(recipe_settings(Path("/shared"), features={"mode": "online"}))
     links = plan_chain(recipe, Path("/r"), stages=STAGES, site=Site(), options=options())
     assert [link.stage for link in links] == ["prepare", "train", "export", "score"]
 
@@ -157,6 +124,12 @@ def test_a_refusal_passes_sbatchs_words_on_and_keeps_what_was_submitted(
         (["--stage", "train", "--array", "3"], "has no sweep"),
         (["--time", "tomorrow"], "is no time limit"),
         (["--stage", "train", "--time", "6"], "leaves nothing"),
+        (["--stage", "export", "--time", "5"], "export: --time 5 leaves nothing: the job is told to stop 300 s before"),
+        (["--stage", "score", "--array", "0-"], "names no tasks"),
+        (["--launch", "nosuch.json"], "--launch: nosuch.json does not exist"),
+        (["init.head=/nowhere/head"], "init.head: /nowhere/head does not exist"),
+        (["target.model=/nowhere/model"], "target.model: /nowhere/model does not exist"),
+        (["data.conversations=/nowhere/c.jsonl"], "no file /nowhere/c.jsonl"),
         (["--partition", "gpu x"], "cannot stand in an #SBATCH line"),
         (["--site", "nowhere.yaml"], "the site file nowhere.yaml does not exist"),
     ],
@@ -175,12 +148,71 @@ def test_without_sbatch_it_says_where_to_go(shared: Path, monkeypatch: pytest.Mo
 
 def test_a_live_job_holds_the_run_directory(shared: Path) -> None:
     eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "train")
-    jobs = shared / "shims" / "jobs"
-    (jobs / "101").write_text(JOB_LINE.format(job=101, state="RUNNING", reason="None", more=""))
+    slurm_says(shared, "101", job_line(101, "RUNNING"))
     said = eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "export", code=2)
     assert "is held by job 101 (RUNNING)" in said
-    (jobs / "101").write_text(JOB_LINE.format(job=101, state="COMPLETED", reason="None", more=""))
+    slurm_says(shared, "101", job_line(101, "COMPLETED"))
     eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "export")
+
+
+def test_where_slurm_cannot_be_asked_nothing_is_submitted(shared: Path) -> None:
+    """A controller that is down has forgotten nothing: two jobs in one run directory would spoil it."""
+    eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "train")
+    scontrol = shared / "shims" / "bin" / "scontrol"
+    scontrol.write_text("#!/bin/bash\necho 'Unable to contact slurm controller (connect failure)' >&2\nexit 1\n")
+    said = eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "train", code=2)
+    assert "the state of job 101 is not known: Unable to contact slurm controller" in said
+    assert "is not known" in eyas("slurm", "status", str(shared / "run"))
+
+
+def test_a_job_of_another_name_is_not_ours(shared: Path) -> None:
+    eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "train")
+    slurm_says(shared, "101", job_line(101, "RUNNING", name="somebody-elses"))
+    eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "train")
+
+
+def test_what_ended_well_is_not_asked_about_again(shared: Path) -> None:
+    eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "train")
+    slurm_says(shared, "101", job_line(101, "COMPLETED"))
+    for _ in range(2):
+        assert "101 train: COMPLETED" in eyas("slurm", "status", str(shared / "run"))
+    assert told(shared).count("scontrol show job 101 -o") == 1
+
+
+def test_jobs_of_another_cluster_are_asked_about_there(shared: Path) -> None:
+    sbatch = shared / "shims" / "bin" / "sbatch"
+    sbatch.write_text("#!/bin/bash\necho '7;far'\n")
+    eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "train", "--stage", "export")
+    assert "#SBATCH --dependency=afterok:7\n" in (shared / "run" / "slurm" / "001-export.sbatch").read_text()
+    slurm_says(shared, "7", job_line(7, "RUNNING"))
+    assert "7;far train: RUNNING" in eyas("slurm", "status", str(shared / "run"))
+    eyas("slurm", "cancel", str(shared / "run"))
+    assert told(shared)[-1].startswith("scancel 7")
+    assert told(shared)[-1].endswith("--clusters=far")
+    assert "scontrol show job 7 -o --clusters=far" in told(shared)
+
+
+def test_a_job_submitted_by_hand_holds_the_run_directory(shared: Path) -> None:
+    (shared / "run").mkdir()
+    (shared / "run" / ".lock").write_text("id 17 on n1, SLURM job 55")
+    slurm_says(shared, "55", job_line(55, "RUNNING", name="by-hand"))
+    said = eyas("slurm", "submit", str(shared / "tiny.yaml"), code=2)
+    assert "is in use by another eyas process (id 17 on n1, SLURM job 55)" in said
+    slurm_says(shared, "55", job_line(55, "FAILED", name="by-hand"))
+    eyas("slurm", "submit", str(shared / "tiny.yaml"))
+
+
+def test_a_process_without_slurm_holds_it_too(shared: Path) -> None:
+    with run_lock(shared / "run"):
+        assert "is in use by another eyas process (id" in eyas("slurm", "submit", str(shared / "tiny.yaml"), code=2)
+    eyas("slurm", "submit", str(shared / "tiny.yaml"))
+
+
+def test_scripts_are_for_the_user_alone_and_survive_what_they_wait_for(shared: Path) -> None:
+    eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "train", "--stage", "export")
+    script = shared / "run" / "slurm" / "001-export.sbatch"
+    assert script.stat().st_mode & 0o777 == 0o600  # the site's environment may hold keys
+    assert "#SBATCH --kill-on-invalid-dep=no\n" in script.read_text()
 
 
 def test_node_local_paths_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,27 +224,11 @@ def test_node_local_paths_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     check_paths([tmp_path / "run"], shared=[str(tmp_path)])
 
 
-@pytest.mark.parametrize(
-    ("time", "seconds"),
-    [("30", 1800), ("1:30", 90), ("2:00:00", 7200), ("1-0", 86400), ("1-2:30", 95400), ("1-02:30:05", 95405)],
-)
-def test_time_limits(time: str, seconds: int) -> None:
-    assert seconds_of(time) == seconds
-
-
-def test_a_limit_shorter_than_a_checkpoint_interval(tmp_path: Path) -> None:
-    recipe = Recipe.model_validate(settings(tmp_path, train={"checkpoint_every": 1000, "batch_tokens": 4000}))
-    folder = tmp_path / "run" / "train.partial"
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 10, "tokens_per_second": 2000.0}) + "\n")
-    step = measured_step_seconds(tmp_path / "run", batch_tokens=recipe.train.batch_tokens)
-    assert step == 2.0
-    with pytest.raises(
-        ValueError, match=r"leaves 1380 s of training, and train.checkpoint_every=1000 steps take about 2000 s"
-    ):
-        check_time(recipe, time="30", signal_seconds=300, step_seconds=step)
-    check_time(recipe, time="1:00:00", signal_seconds=300, step_seconds=step)
-    check_time(recipe, time="30", signal_seconds=300, step_seconds=None)
+def test_so_are_data_on_them(shared: Path) -> None:
+    (shared / "site.yaml").write_text(
+        yaml.safe_dump({"shared_paths": [str(shared / "run"), str(shared / "tiny.yaml")]})
+    )
+    assert "which is another disk on every node" in eyas("slurm", "submit", str(shared / "tiny.yaml"), code=2)
 
 
 @pytest.mark.parametrize(
@@ -237,44 +253,21 @@ def test_a_wrong_site_file_is_one_line(tmp_path: Path, text: str, message: str) 
 
 def test_states_of_an_array(shared: Path) -> None:
     lines = [
-        JOB_LINE.format(job=9, state="RUNNING", reason="None", more=" ArrayJobId=7 ArrayTaskId=1"),
-        JOB_LINE.format(job=7, state="PENDING", reason="Resources", more=" ArrayJobId=7 ArrayTaskId=2-5"),
+        job_line(9, "RUNNING", array=7, task="1"),
+        job_line(7, "PENDING", array=7, task="2-5%1"),
     ]
-    (shared / "shims" / "jobs" / "7").write_text("".join(lines))
+    slurm_says(shared, "7", *lines)
     assert [(state.job, state.state, state.live) for state in job_states("7")] == [
         ("7_1", "RUNNING", True),
-        ("7_2-5", "PENDING", True),
+        ("7_2-5%1", "PENDING", True),
     ]
+    assert [state.tasks for state in job_states("7")] == [["1"], ["2", "3", "4", "5"]]
     assert job_states("8") == []
-
-
-def test_status_shows_stage_steps_rate_time_left_and_logs(shared: Path) -> None:
-    eyas("slurm", "submit", str(shared / "tiny.yaml"), "train.epochs=4", "train.batch_tokens=1000", "--stage", "train")
-    run = shared / "run"
-    (run / "train.partial").mkdir()
-    records = [
-        {"step": 50, "epoch": 1.0, "tokens_per_second": 500.0},
-        {"step": 50, "heldout/tau": 1.75},
-    ]
-    (run / "train.partial" / "metrics.jsonl").write_text(
-        "".join(json.dumps(each) + "\n" for each in records) + '{"step": 6'
-    )
-    write_json(run / "train.partial" / "REQUEUE", {"signal": "SIGUSR2", "step": 50, "time": "now"})
-    (shared / "shims" / "jobs" / "101").write_text(
-        JOB_LINE.format(job=101, state="PENDING", reason="BeginTime", more="")
-    )
-    said = eyas("slurm", "status", str(run))
-    assert "train      under way" in said
-    # 150 of 200 steps are left, of 1000 tokens at 500 a second.
-    assert "step 50 of about 200, epoch 1.00 of 4, 500 tokens/s, about 0:05:00 left, last held-out tau 1.750" in said
-    assert "stopped at step 50 by SIGUSR2, to be continued" in said
-    assert f"101 train: PENDING, BeginTime, on n1; log {run}/slurm/train-101.out" in said
-    assert "is no run directory" in eyas("slurm", "status", str(shared), code=2)
 
 
 def test_arms_by_number_and_alone(shared: Path) -> None:
     assert eyas("slurm", "arms", str(shared / "tiny.yaml")).split() == ["k3", "k1", "ngram"]
-    recipe = Recipe.model_validate(settings(shared))
+    recipe = Recipe.model_validate(recipe_settings(shared))
     assert arm_names(recipe) == ["k3", "k1", "ngram"]
     one = only_arm(recipe, "k1").score
     assert (one.draft_lengths, dict(one.arms), one.schedule) == ((1,), {}, False)

@@ -15,6 +15,7 @@ import pytest
 from eyas.heads.files import write_json
 from eyas.recipes.disk import require_free_bytes
 from eyas.recipes.provenance import git_state, versions
+from eyas.recipes.run_lock import run_lock
 from eyas.recipes.stage import (
     MANIFEST,
     RECORD,
@@ -22,7 +23,6 @@ from eyas.recipes.stage import (
     output_fingerprint,
     read_manifest,
     refresh_files,
-    run_lock,
     run_stage,
     stage_status,
 )
@@ -157,7 +157,8 @@ def test_a_kill_between_manifest_and_rename_is_survived(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from eyas.recipes.stage import Stage, run_lock, run_stage
+from eyas.recipes.run_lock import run_lock
+from eyas.recipes.stage import Stage, run_stage
 
 def body(work_dir):
     (work_dir / "half.txt").write_text("half")
@@ -176,17 +177,6 @@ def test_a_killed_process_leaves_a_stage_to_continue_and_no_lock(tmp_path: Path)
         assert stage_status(make(), run_dir=tmp_path) == "partial"
         run_stage(make(), run_dir=tmp_path)
     assert set(read_manifest(tmp_path / "prepare")["files"]) == {"half.txt", "sub/result.txt"}
-
-
-def test_two_runs_in_one_directory_refuse_each_other(tmp_path: Path) -> None:
-    with (
-        run_lock(tmp_path),
-        pytest.raises(ValueError, match=r"in use by another eyas process \(id \d+ on [^)]+\)"),
-        run_lock(tmp_path),
-    ):
-        pass
-    with run_lock(tmp_path):
-        pass
 
 
 def test_output_fingerprint_follows_the_files_and_not_the_settings(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,15 @@ from typer.testing import CliRunner
 
 from eyas.heads.files import read_json, write_json
 from eyas.recipes.cli import app
+from eyas.recipes.load import dump_recipe, load_recipe
 from eyas.recipes.pipeline import run_until
 from eyas.recipes.schema import Recipe
-from eyas.recipes.sweep import link_stages, point_directory, sweep_points, write_points
+from eyas.recipes.slurm_jobs import STAGES, plan_sweep
+from eyas.recipes.sweep import link_stages, point_directory, ready_point, sweep_points, write_points
 from eyas.recipes.sweep_table import write_table
+from eyas.slurm.site import Site
 from tests import tiny
+from tests.slurm_runs import eyas, options
 
 SWEEP = {"train.learning_rate": [1e-3, 2e-3], "head.draft_vocab_size": [64, 128]}
 
@@ -44,12 +49,60 @@ def test_points_are_all_combinations_the_last_key_fastest(tmp_path: Path) -> Non
     assert points[2].label == "learning_rate=0.002, draft_vocab_size=64"
 
 
+def test_a_section_is_swept_as_a_whole(tmp_path: Path) -> None:
+    """So that one loss takes the place of another, without the combination that has neither."""
+    values = [{"forward_kl": 1.0}, {"forward_kl": 0.0, "log_acceptance": 1.0}]
+    recipe = recipe_of(tmp_path, sweep={"train.losses": values}, train={"losses": {"reverse_kl": 0.5}})
+    first, second = sweep_points(recipe)
+    assert (first.recipe.train.losses.forward_kl, first.recipe.train.losses.log_acceptance) == (1.0, 0.0)
+    assert (second.recipe.train.losses.forward_kl, second.recipe.train.losses.log_acceptance) == (0.0, 1.0)
+    assert second.recipe.train.losses.reverse_kl == 0.5  # what a value does not name stays
+    assert second.label == "losses=forward_kl=0.0 log_acceptance=1.0"
+    assert second.recipe.name == "tiny-losses-forward_kl-0.0-log_acceptance-1.0"
+    assert load_recipe(dumped(tmp_path, recipe)) == recipe
+
+
+def dumped(folder: Path, recipe: Recipe) -> Path:
+    path = folder / "dumped.yaml"
+    path.write_text(dump_recipe(recipe))
+    return path
+
+
+def test_the_jobs_of_a_sweep(tmp_path: Path) -> None:
+    site, wanted = Site(gpus_per_node=8), options(at_once=2, extract_tasks=3)
+    links = plan_sweep(recipe_of(tmp_path), tmp_path, stages=STAGES, site=site, options=wanted)
+    assert [(link.stage, link.after, link.condition) for link in links] == [
+        ("prepare", None, "afterok"),
+        ("extract", "prepare", "afterok"),
+        ("seal", "extract", "afterok"),
+        ("link", "seal", "afterok"),
+        ("train", "link", "afterok"),
+        ("table", "train", "afterany"),  # a head that diverged costs its row, not the table
+    ]
+    jobs = {link.stage: link.job for link in links}
+    assert (jobs["extract"].array, jobs["train"].array) == ("0-2%2", "0-3%2")
+    assert (jobs["link"].resources.gpus_per_node, jobs["table"].resources.gpus_per_node) == (0, 0)
+    own = recipe_of(tmp_path, sweep={"features.capture_layers": [[1, 2, 3], [2, 4, 5]]})
+    jobs = {link.stage: link.job for link in plan_sweep(own, tmp_path, stages=STAGES, site=site, options=wanted)}
+    assert jobs["link"].resources.gpus_per_node == 8  # it extracts what combinations do not share
+
+
+def test_a_sweep_ends_with_training(tmp_path: Path) -> None:
+    path = dumped(tmp_path, recipe_of(tmp_path))
+    said = eyas("slurm", "submit", str(path), "--stage", "export", "--dry-run", code=2)
+    assert "a sweep ends with training and a table" in said
+    assert f"{tmp_path}/run/sweep/N/recipe.yaml --stage export" in said
+
+
 @pytest.mark.parametrize(
     ("sweep", "message"),
     [
         ({"train.learning_rte": [1.0]}, "train.learning_rte: unknown key; did you mean train.learning_rate?"),
         ({"train.learning_rate": ["fast"]}, "train.learning_rate: got fast"),
         ({"train.learning_rate": [1e-3, -1.0]}, "train.learning_rate"),
+        ({"train.losses": [1.0]}, "train.losses: is a section; a value of it is {field: value}, not 1.0 (number)"),
+        ({"train.losses": [{"forward_lk": 1.0}]}, "train.losses.forward_lk: unknown key"),
+        ({"train.losses": [{"forward_kl": 0}]}, "all losses are 0"),
     ],
 )
 def test_a_combination_that_the_schema_refuses(tmp_path: Path, sweep: dict[str, list[Any]], message: str) -> None:
@@ -57,7 +110,17 @@ def test_a_combination_that_the_schema_refuses(tmp_path: Path, sweep: dict[str, 
         sweep_points(recipe_of(tmp_path, sweep=sweep))
 
 
-@pytest.mark.parametrize("sweep", [{"run_dir": ["a"]}, {"score.max_tokens": [1]}, {"seed": []}, {"seed": [1, 1]}])
+@pytest.mark.parametrize(
+    "sweep",
+    [
+        {"run_dir": ["a"]},
+        {"score.max_tokens": [1]},
+        {"tracking.project": ["a"]},
+        {"seed": []},
+        {"seed": [1, 1]},
+        {"train.losses": [{"top_k": 1.0}], "train.losses.top_k": [1.0, 2.0]},
+    ],
+)
 def test_a_sweep_that_is_none(tmp_path: Path, sweep: dict[str, list[Any]]) -> None:
     with pytest.raises(ValueError, match="sweep"):
         recipe_of(tmp_path, sweep=sweep)
@@ -90,10 +153,28 @@ def test_what_a_combination_does_not_change_is_linked(prepared: Path) -> None:
     assert yaml.safe_load((directory / "recipe.yaml").read_text())["train"]["learning_rate"] == 1e-3
 
 
-def test_what_it_changes_is_made_anew(prepared: Path) -> None:
-    recipe = recipe_of(prepared, sweep={"features.capture_layers": [[2, 4, 5]]}, run_dir=str(prepared / "run"))
-    (point,) = write_points(recipe)
-    assert link_stages(recipe, point)[-1] == "prepare"
+def test_what_it_changes_is_made_anew_and_shared_with_the_next(prepared: Path) -> None:
+    sweep = {"features.capture_layers": [[2, 4, 5]], "train.learning_rate": [1e-3, 2e-3]}
+    recipe = recipe_of(prepared, sweep=sweep)
+    first, second = write_points(recipe)
+    assert link_stages(recipe, first)[-1] == "prepare"
+    said: list[str] = []
+    for point in (first, second):
+        ready_point(recipe, point, say=said.append)
+    own, linked = (point_directory(recipe, point.number) / "features" for point in (first, second))
+    assert not own.is_symlink()
+    assert linked.resolve() == own
+    assert said[-1].endswith("collect, prepare, features shared")
+
+
+def test_a_link_to_what_no_longer_fits_is_taken_away(prepared: Path) -> None:
+    shutil.rmtree(prepared / "run" / "sweep")
+    recipe = recipe_of(prepared, sweep={"train.learning_rate": [1e-3]})
+    link_stages(recipe, *write_points(recipe))
+    other = recipe_of(prepared, sweep={"features.batch_tokens": [256]})
+    assert link_stages(other, *write_points(other)) == ["collect", "prepare"]
+    assert not (point_directory(other, 0) / "features").exists()
+    assert (prepared / "run" / "features").is_dir()
 
 
 def test_the_command_trains_every_combination_and_writes_the_table(prepared: Path, tmp_path: Path) -> None:
