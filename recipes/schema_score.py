@@ -192,6 +192,11 @@ class Score(Section):
         return self
 
     @property
+    def arm_names(self) -> list[str]:
+        """All arms but plain decoding, in the order in which tasks of an array take them."""
+        return [f"k{length}" for length in self.draft_lengths] + list(self.arms)
+
+    @property
     def main_draft_length(self) -> int:
         """The draft length that an exported head names as its own."""
         return self.draft_lengths[0] if self.draft_lengths else 3

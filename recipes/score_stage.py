@@ -79,15 +79,10 @@ def arm_numbered(recipe: Recipe, number: int) -> str:
     Raises:
         ValueError: the recipe has fewer arms.
     """
-    arms = _arm_names(recipe)
+    arms = recipe.score.arm_names
     if number >= len(arms):
         raise ValueError(f"--arm-number {number}: the recipe has {len(arms)} arms, from 0: {', '.join(arms)}")
     return arms[number]
-
-
-def _arm_names(recipe: Recipe) -> list[str]:
-    """All arms but plain decoding, in the order of their numbers."""
-    return [f"k{length}" for length in recipe.score.draft_lengths] + list(recipe.score.arms)
 
 
 def only_arm(recipe: Recipe, name: str) -> Recipe:
@@ -96,7 +91,7 @@ def only_arm(recipe: Recipe, name: str) -> Recipe:
     Raises:
         ValueError: the recipe has no such arm.
     """
-    score, arms = recipe.score, _arm_names(recipe)
+    score, arms = recipe.score, recipe.score.arm_names
     if name not in arms:
         raise ValueError(f"--arm {name}: the recipe has no such arm; it has {', '.join(arms)}")
     lengths = tuple(length for length in score.draft_lengths if name == f"k{length}")

@@ -109,6 +109,5 @@ def where(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
 def arms(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Print the arms of a recipe, one a line, in the order of the tasks of slurm/score-array.sbatch."""
     from eyas.recipes.load import load_recipe
-    from eyas.recipes.slurm_jobs import arm_names
 
-    typer.echo("\n".join(arm_names(load_recipe(recipe, overrides=overrides or ()))))
+    typer.echo("\n".join(load_recipe(recipe, overrides=overrides or ()).score.arm_names))

@@ -124,7 +124,7 @@ def _jobs(recipe: Recipe, recipe_path: Path, *, stage: str, site: Site, options:
     if stage == "export":
         return {stage: make("pipeline", stage, ["export", "--only", path], gpus=False)}
     assert stage == "score", stage
-    arms = arm_names(recipe)
+    arms = recipe.score.arm_names
     return {stage: make("score-array", stage, [path], array=options.tasks(len(arms)))}
 
 
@@ -172,8 +172,3 @@ class _Maker:
             signal=self.site.signal,
             signal_seconds=self.site.signal_seconds,
         )
-
-
-def arm_names(recipe: Recipe) -> list[str]:
-    """The arms of a recipe but plain decoding, in the order in which array tasks take them."""
-    return [f"k{length}" for length in recipe.score.draft_lengths] + list(recipe.score.arms)

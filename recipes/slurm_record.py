@@ -14,7 +14,6 @@ from eyas.heads.files import read_json, write_json
 from eyas.recipes.run import Run
 from eyas.recipes.schema import Recipe
 from eyas.recipes.score_stage import only_arm
-from eyas.recipes.slurm_jobs import arm_names
 from eyas.recipes.stage import MANIFEST
 from eyas.recipes.sweep import FOLDER
 from eyas.slurm.sbatch import (
@@ -176,7 +175,7 @@ def _has_result(run_dir: Path, entry: Entry, task: str) -> bool:
 def _result(run_dir: Path, entry: Entry, task: str) -> Path | None:
     if entry.stage == "score":
         recipe = recipe_of(run_dir)
-        arms = arm_names(recipe)
+        arms = recipe.score.arm_names
         return arm_directory(run_dir, recipe, arms[int(task)]) if int(task) < len(arms) else None
     if entry.stage == "train" and entry.array is not None:
         return run_dir / FOLDER / task / "train"

@@ -9,7 +9,6 @@ from eyas.heads.files import read_json
 from eyas.recipes.run import stage_names
 from eyas.recipes.schema import Recipe
 from eyas.recipes.slurm_checks import metrics
-from eyas.recipes.slurm_jobs import arm_names
 from eyas.recipes.slurm_record import Entry, Known, arm_directory, known_jobs, read_entries, recipe_of
 from eyas.recipes.stage import MANIFEST
 from eyas.recipes.sweep import FOLDER, point_directory, sweep_points, without_sweep
@@ -54,7 +53,7 @@ def _directory_state(folder: Path) -> str:
 
 def _arms(run_dir: Path, recipe: Recipe) -> list[str]:
     """Arms that tasks measure alone, each in a directory of its own, once one has begun."""
-    folders = {arm: arm_directory(run_dir, recipe, arm) for arm in arm_names(recipe)}
+    folders = {arm: arm_directory(run_dir, recipe, arm) for arm in recipe.score.arm_names}
     states = {arm: (_directory_state(folder), folder) for arm, folder in folders.items()}
     if all(state == "not begun" for state, _ in states.values()):
         return []

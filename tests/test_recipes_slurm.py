@@ -12,7 +12,7 @@ from eyas.recipes.run_lock import run_lock
 from eyas.recipes.schema import Recipe
 from eyas.recipes.score_stage import only_arm
 from eyas.recipes.slurm_checks import check_paths
-from eyas.recipes.slurm_jobs import STAGES, arm_names, plan_chain
+from eyas.recipes.slurm_jobs import STAGES, plan_chain
 from eyas.slurm.sbatch import job_states
 from eyas.slurm.site import Resources, Site, read_site
 from tests.slurm_runs import eyas, job_line, options, recipe_settings, shared_folder, slurm_says, told
@@ -268,7 +268,7 @@ def test_states_of_an_array(shared: Path) -> None:
 def test_arms_by_number_and_alone(shared: Path) -> None:
     assert eyas("slurm", "arms", str(shared / "tiny.yaml")).split() == ["k3", "k1", "ngram"]
     recipe = Recipe.model_validate(recipe_settings(shared))
-    assert arm_names(recipe) == ["k3", "k1", "ngram"]
+    assert recipe.score.arm_names == ["k3", "k1", "ngram"]
     one = only_arm(recipe, "k1").score
     assert (one.draft_lengths, dict(one.arms), one.schedule) == ((1,), {}, False)
     other = only_arm(recipe, "ngram").score
