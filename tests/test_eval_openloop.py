@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.eval.arms import PLAIN, Arm
-from eyas.eval.openloop.arrivals import poisson_arrivals, rates_around
+from eyas.eval.openloop.arrivals import poisson_arrivals
 from eyas.eval.openloop.latency import (
     latency_summary,
     meets,
@@ -57,10 +57,6 @@ def test_arrivals_are_a_poisson_process_and_the_same_everywhere() -> None:
 def test_rates_that_are_none_are_refused(rate: float) -> None:
     with pytest.raises(ValueError, match="no rate"):
         poisson_arrivals(3, rate=rate, seed=0)
-
-
-def test_rates_around_a_capacity() -> None:
-    assert rates_around(4.0) == [1.0, 2.0, 3.0, 3.6, 4.4]
 
 
 @given(data=st.data())

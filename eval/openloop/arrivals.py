@@ -1,4 +1,4 @@
-"""When requests arrive: a seeded Poisson process, the same in every arm, and which rates to ask for.
+"""When requests arrive: a seeded Poisson process, the same in every arm.
 
 A closed loop waits for the server before it sends more, so a slow server is asked less; real users do not wait. An
 open loop keeps its timetable, and a server that is too slow shows it by a backlog.
@@ -10,9 +10,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-
-CAPACITY_SHARES = (0.25, 0.5, 0.75, 0.9, 1.1)
-"""Rates worth asking for, as shares of what plain decoding can do: light load, the bend of the curve, and beyond it."""
 
 
 def poisson_arrivals(count: int, *, rate: float, seed: int) -> list[float]:
@@ -45,12 +42,3 @@ def require_rates(rates: Sequence[float]) -> None:
             raise ValueError(f"score.open_loop.rates: {rate} is no rate; write requests per second, such as 0.5")
     if len(set(rates)) < len(rates):
         raise ValueError(f"score.open_loop.rates: {list(rates)} names a rate twice; write each once")
-
-
-def rates_around(capacity: float, *, shares: Sequence[float] = CAPACITY_SHARES) -> list[float]:
-    """Rates in requests per second around `capacity`, what plain decoding answered per second in a closed loop.
-
-    Two significant digits: a rate is asked for by name, and nobody names 0.48731.
-    """
-    require_rates([capacity])
-    return list(dict.fromkeys(float(f"{capacity * share:.2g}") for share in shares))
