@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from eyas.heads.files import read_json
 from eyas.train.parallel import Processes, TrainingEngine, start_processes, training_engine
 from eyas.train.parallel.deepspeed_config import check_deepspeed
+from eyas.train.parallel.engine import leave
 from tests.parallel_head_worker import head_curve
 
 NUM_STEPS, SAVED_STEP, PACKS = 50, 25, 4
@@ -182,8 +183,7 @@ def main(out: Path, *configs: str) -> None:
             filled = check_deepspeed(read_json(Path(config)), max_grad_norm=MAX_GRAD_NORM)
             processes = replace(processes, deepspeed={**filled, "steps_per_print": None})
         exercise(processes, out=folder, reference=reference)
-    processes.accelerator.wait_for_everyone()
-    processes.accelerator.end_training()
+    leave(processes.accelerator)
 
 
 if __name__ == "__main__":

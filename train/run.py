@@ -184,7 +184,7 @@ def _leaving_together(engine: TrainingEngine) -> Iterator[None]:
     try:
         yield
     except Preempted:
-        engine.barrier()
+        engine.end()
         raise
 
 

@@ -134,8 +134,18 @@ class Group:
 
     def end(self) -> None:
         """Leave together."""
-        self.barrier()
-        self.accelerator.end_training()
+        leave(self.accelerator)
+
+
+def leave(accelerator: Accelerator) -> None:
+    """Wait for the other processes and end the process group; the caller lets go of its models before.
+
+    DDP's Reducer must not be the last that knows of the process group: it ends gloo's threads without giving up Python's
+    lock, for which a thread that drops the tensors of the last exchange may wait, and the process would never end.
+    """
+    accelerator.wait_for_everyone()
+    accelerator.free_memory()  # its own references to models
+    accelerator.end_training()
 
 
 def split_state(optimizer_state: dict[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:

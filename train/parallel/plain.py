@@ -104,6 +104,11 @@ class PlainEngine(Group):
         """The head itself."""
         yield self.head
 
+    def end(self) -> None:
+        """Leave together; no step after it."""
+        del self.model  # `leave` says why
+        super().end()
+
     def _gathered(self, tensors: dict[str, nn.Parameter] | dict[str, Tensor]) -> dict[str, Tensor]:
         """Copies on the main process, one tensor after the other so that few are whole at a time."""
         copies = {name: self.kept(self._whole(tensor)) for name, tensor in tensors.items()}
