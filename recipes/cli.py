@@ -210,8 +210,9 @@ def recipes_cp(
     recipe: RecipeArgument,
     destination: Annotated[Path | None, typer.Argument(help="File or directory; default: here.")] = None,
 ) -> None:
-    """Copy a recipe to edit it; an existing file is never overwritten."""
-    from eyas.heads.files import write_bytes
+    """Copy a recipe to edit it, with a line that tells editors its keys; an existing file is never overwritten."""
+    from eyas.heads.files import write_text
+    from eyas.recipes.json_schema import with_modeline
     from eyas.recipes.load import find_recipe
 
     source = find_recipe(recipe)
@@ -220,7 +221,7 @@ def recipes_cp(
         goal = goal / source.name
     if goal.exists():
         raise ValueError(f"{goal} exists; name another file or remove it")
-    write_bytes(goal, source.read_bytes())
+    write_text(goal, with_modeline(source.read_text(encoding="utf-8")))
     typer.echo(str(goal))
 
 
@@ -237,6 +238,14 @@ def recipes_keys(
     if not lines:
         raise ValueError(f"no setting begins with {section!r}; `eyas recipes keys` lists all of them")
     typer.echo("\n".join(lines))
+
+
+@recipes_app.command("schema")
+def recipes_schema() -> None:
+    """Print the form of a recipe as a JSON schema, for editors and other tools."""
+    from eyas.recipes.json_schema import recipe_schema_text
+
+    typer.echo(recipe_schema_text(), nl=False)
 
 
 @recipes_app.command("validate")

@@ -79,7 +79,7 @@ def training_flops(
 
 def generation_seconds(answers: int, *, target: TargetSize, hardware: Hardware, devices: int, batch_size: int) -> float:
     """Seconds of decoding: a step reads all weights once for its batch, or computes, whichever takes longer."""
-    read = target.weight_bytes / (hardware.bandwidth * GENERATE_SHARE)
+    read = target.served_bytes / (hardware.bandwidth * GENERATE_SHARE)
     compute = batch_size * 2.0 * target.active_parameters / (hardware.flops * GENERATE_SHARE)
     return answers / batch_size * max(read, compute) / devices
 
@@ -92,14 +92,19 @@ def extraction_memory(
     return weights + batch_tokens * target.hidden_size * DTYPES[dtype].itemsize * (captured + 1 + 12)
 
 
+def serving_memory(target: TargetSize, *, dtype: str, max_length: int, sequences: int, devices: int) -> float:
+    """Bytes per device that vLLM needs at least: weights, and a KV cache for so many sequences of that length."""
+    cached = 2 * target.num_layers * target.num_kv_heads * target.head_dim * DTYPES[dtype].itemsize
+    return (target.served_bytes + sequences * max_length * cached) / devices
+
+
 def vllm_memory(
     target: TargetSize, *, captured: int, dtype: str, max_length: int, batch_size: int, devices: int
 ) -> float:
-    """Bytes per device that vLLM needs at least: weights, and a KV cache and states for `batch_size` conversations."""
-    size = DTYPES[dtype].itemsize
-    cached = 2 * target.num_layers * target.num_kv_heads * target.head_dim * size
-    states = (captured + 1) * target.hidden_size * size
-    return target.weight_bytes / devices + batch_size * max_length * (cached / devices + states)
+    """As `serving_memory`, with the captured states of `batch_size` conversations beside it on every device."""
+    states = batch_size * max_length * (captured + 1) * target.hidden_size * DTYPES[dtype].itemsize
+    served = serving_memory(target, dtype=dtype, max_length=max_length, sequences=batch_size, devices=devices)
+    return served + states
 
 
 def training_memory(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eyas.heads.chat import TargetChat
 from eyas.recipes.data_stages import prepare_settings, training_sources
 from eyas.recipes.estimate import Tokens
 from eyas.recipes.generation import target_chat
+from eyas.recipes.packaged_targets import is_packaged
 from eyas.recipes.run import Run
 from eyas.recipes.schema_data import Source
 from eyas.recipes.sources import local_files, place_of
@@ -21,11 +22,12 @@ SAMPLED_CONVERSATIONS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class TokenEstimate:
-    """Tokens of both splits, documents, and how they are known."""
+    """Tokens of both splits, documents, and how they are known; `at_most`: all that the recipe's limits let in."""
 
     tokens: Tokens
     documents: int
     how: str
+    at_most: bool = False
 
     @property
     def mean_length(self) -> float:
@@ -46,7 +48,8 @@ def estimate_tokens(run: Run, *, tokens: int | None, answer_share: float | None)
     """Tokens of a run's conversations, both splits; None when nothing on this machine tells them.
 
     Args:
-        tokens, answer_share: what the user says they are; both, or the first alone with a sampled share.
+        tokens, answer_share: what the user says they are. Without `tokens` those that are known are taken, or at most those
+            that the recipe's limits let in; without `answer_share` the share that is known, or 1 of a limit.
 
     Raises:
         ValueError: a share outside 0 to 1, or one that cannot be known for `tokens`.
@@ -56,14 +59,37 @@ def estimate_tokens(run: Run, *, tokens: int | None, answer_share: float | None)
     if tokens is not None and tokens < 1:
         raise ValueError(f"--tokens {tokens}: must be at least 1")
     known = _prepared(run) or _sampled(run)
-    if tokens is None:
-        return known
+    if tokens is not None:
+        return _told(run, tokens=tokens, answer_share=answer_share, known=known)
+    found = known or _limited(run)
+    if found is None or answer_share is None:
+        return found
+    total = found.tokens.total
+    answers = Tokens(total=total, answers=round(total * answer_share))
+    return replace(found, tokens=answers, how=f"{found.how}; share of answers as told")
+
+
+def _told(run: Run, *, tokens: int, answer_share: float | None, known: TokenEstimate | None) -> TokenEstimate:
     share = answer_share if answer_share is not None else (known.tokens.answer_share if known else None)
     if share is None:
         raise ValueError("--tokens: the share of answers is not known either; give --answer-share as well")
     mean = known.mean_length if known else run.recipe.data.max_length
     told = Tokens(total=tokens, answers=round(tokens * share))
     return TokenEstimate(tokens=told, documents=max(1, round(tokens / mean)), how="as told")
+
+
+def _limited(run: Run) -> TokenEstimate | None:
+    """The most that a recipe with data.max_train_tokens lets in: conversations of full length that are all answers."""
+    data = run.recipe.data
+    if data.max_train_tokens is None or data.max_heldout is None:
+        return None
+    total = data.max_train_tokens + data.max_heldout * data.max_length
+    return TokenEstimate(
+        tokens=Tokens(total=total, answers=total),
+        documents=max(1, round(total / data.max_length)),
+        how="at most (data.max_train_tokens and data.max_heldout)",
+        at_most=True,
+    )
 
 
 def _prepared(run: Run) -> TokenEstimate | None:
@@ -84,9 +110,10 @@ def _prepared(run: Run) -> TokenEstimate | None:
 
 
 def _sampled(run: Run) -> TokenEstimate | None:
-    """A sample of each source, tokenised and scaled; None when one of them is no JSON lines file on this machine."""
+    """A sample of each source, tokenised and scaled; None when one of them is no JSON lines file on this machine, or the
+    target's tokenizer is not here."""
     data, sources = run.recipe.data, training_sources(run)
-    if data.self_prompts.count or not all(_is_readable(source) for source in sources):
+    if is_packaged(run.target_dir) or data.self_prompts.count or not all(_is_readable(source) for source in sources):
         return None
     chat = target_chat(run)
     samples = [

@@ -16,6 +16,11 @@ GEMM_SIZE = 2048
 GEMM_SECONDS = 1.0
 
 
+def gib(num_bytes: float) -> str:
+    """Bytes as plans print them."""
+    return f"{num_bytes / GIB:,.2f} GiB"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     """One device: dense matrix products per second, memory in bytes, and bytes per second from it."""

@@ -20,8 +20,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from eyas.recipes.keys import listed_keys, valid_keys
+from eyas.recipes.moved import MOVED
 from eyas.recipes.schema import Recipe
-from eyas.recipes.schema_score import MOVED
 
 BUILTIN_SCHEME = "builtin:"
 
@@ -177,9 +177,8 @@ def _apply_override(values: dict[str, Any], *, override: str) -> None:
     valid = valid_keys()
     if any(name.startswith(f"{key}.") for name in valid):
         raise ValueError(f"{key}: is a section; set its fields one by one, as {key}.field=value")
-    section, _, field = key.partition(".")
-    if section == "score" and field in MOVED:
-        raise ValueError(f"{key}: is now {MOVED[field]}")
+    if key in MOVED:
+        raise ValueError(f"{key}: {MOVED[key]}")
     if key not in valid:
         raise ValueError(f"{key}: unknown key{_hint(key, valid=valid)}")
     if not text.strip():
@@ -214,6 +213,8 @@ def _describe(detail: ErrorDetails) -> str:
     """One line for one pydantic error: dotted path, what was got, what was expected, and the mend."""
     path = ".".join(str(part) for part in detail["loc"])
     kind, message = detail["type"], detail["msg"]
+    if kind == "extra_forbidden" and path in MOVED:
+        return f"{path}: {MOVED[path]}"
     if kind == "extra_forbidden":
         valid = [*valid_keys(), *listed_keys()]
         hint = _hint(re.sub(r"\.\d+\.", ".0.", path), valid=valid)

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from eyas.recipes import estimate
 from eyas.recipes.disk import free_bytes
 from eyas.recipes.estimate_tokens import TokenEstimate, estimate_tokens
-from eyas.recipes.hardware import GIB, Hardware
+from eyas.recipes.fitting import fit_line, steps_of
+from eyas.recipes.hardware import Hardware, gib
+from eyas.recipes.packaged_targets import is_packaged
 from eyas.recipes.plan_facts import PlanFacts
 from eyas.recipes.run import Run, plan_run, stage_names
 from eyas.recipes.schema import Recipe
 from eyas.recipes.stage import MANIFEST
 from eyas.recipes.store_form import FORMS, store_form
-from eyas.recipes.target_size import read_target_size
+from eyas.recipes.target_size import TargetSize, read_target_size
 
 INDENT = " " * 16
 
@@ -51,8 +53,7 @@ def make_plan(recipe: Recipe, *, options: PlanOptions) -> Plan:
     )
     lines = [
         f"run directory:  {run.run_dir}",
-        f"target:         {run.target_dir}: {size.parameters / 1e9:.3g} billion parameters, {_gib(size.weight_bytes)} "
-        f"in {recipe.features.dtype}",
+        *_target_lines(run, size),
         f"stages:         {', '.join(_stage_word(run, name) for name in names)}",
     ]
     refusal = None
@@ -66,10 +67,25 @@ def make_plan(recipe: Recipe, *, options: PlanOptions) -> Plan:
         head = recipe.score.head if recipe.score.draft_lengths else None
         lines.append(f"head:           {'none, only other arms' if head is None else f'{head}, as it is'}")
     lines.append(
-        f"score memory:   {_gib(size.weight_bytes)} weights + {recipe.score.kv_cache_gib} GiB KV cache (CPU) + the head, "
+        f"score memory:   {gib(size.served_bytes)} weights + {recipe.score.kv_cache_gib} GiB KV cache (CPU) + the head, "
         "per engine; one engine at a time"
     )
     return Plan(lines=lines, refusal=refusal)
+
+
+def _target_lines(run: Run, size: TargetSize) -> list[str]:
+    model = run.target_dir
+    lines = [
+        f"target:         {model}: {size.parameters / 1e9:.3g} billion parameters, {gib(size.weight_bytes)} "
+        f"in {run.recipe.features.dtype}"
+    ]
+    if size.served_bytes < size.weight_bytes:
+        lines[0] += f", {gib(size.served_bytes)} as published (MXFP4)"
+    if is_packaged(run.target_dir):
+        lines.append(
+            f"{INDENT}its config comes with eyas, because the hub did not give it; a run needs the model itself"
+        )
+    return lines
 
 
 def _stage_word(run: Run, name: str) -> str:
@@ -99,22 +115,31 @@ def _store_lines(facts: PlanFacts) -> list[str]:
         if form.last_everywhere != own.last_everywhere:
             continue
         per_token = facts.token_bytes(form)
-        disk = "unknown" if found is None else _gib(found.tokens.total * per_token)
+        disk = "unknown" if found is None else gib(found.tokens.total * per_token)
         name = "features disk:" if form is own else ""
         lines.append(f"{name:<15} {disk} {label}: {per_token:,.0f} bytes a token")
+    lines += _room_lines(facts)
     if recipe.data.generation.keep_states:
         per_token = facts.token_bytes(own, everywhere=True)
         lines.append(f"{INDENT}and {per_token:,.0f} bytes a token for the states of generation, beside them")
     return lines
 
 
+def _room_lines(facts: PlanFacts) -> list[str]:
+    """A word about a disk that limits of the recipe could fill, though its data may be smaller."""
+    existing, free = free_bytes(facts.run.run_dir)
+    if facts.found is None or not facts.found.at_most or free >= facts.needed_bytes():
+        return []
+    return [f"{INDENT}the disk of {existing} has {gib(free)} free, which may not be enough"]
+
+
 def _refusal(facts: PlanFacts) -> str | None:
     needed = facts.needed_bytes()
     existing, free = free_bytes(facts.run.run_dir)
-    if free >= needed:
+    if free >= needed or (facts.found is not None and facts.found.at_most):
         return None
     return (
-        f"the disk of {existing} has {_gib(free)} free and the run needs {_gib(needed)}; set run_dir=... to a larger one, "
+        f"the disk of {existing} has {gib(free)} free and the run needs {gib(needed)}; set run_dir=... to a larger one, "
         "features.storage=fp8, features.teacher=top-k, features.mode=online, or lower data.max_train_tokens"
     )
 
@@ -123,13 +148,13 @@ def _memory_lines(facts: PlanFacts, *, devices: int) -> list[str]:
     least, most = facts.heads
     bound = "" if least.total == most.total else "at most "
     online = facts.run.recipe.features.mode == "online"
-    lines = [] if online else [f"extract memory: about {_gib(facts.extraction_memory(devices=devices))} per device"]
+    lines = [] if online else [f"extract memory: about {gib(facts.extraction_memory(devices=devices))} per device"]
     target = ", and the target beside it" if online else ""
     return [
         *lines,
         f"head:           {bound}{most.total / 1e6:.1f} million trained parameters",
-        f"train disk:     {bound}{_gib(facts.checkpoint_bytes(most))} (checkpoints and the head)",
-        f"train memory:   {bound}about {_gib(facts.training_memory())} per process (16 bytes per trained parameter; "
+        f"train disk:     {bound}{gib(facts.checkpoint_bytes(most))} (checkpoints and the head)",
+        f"train memory:   {bound}about {gib(facts.training_memory())} per process (16 bytes per trained parameter; "
         f"the target's lm_head; activations of a pack{target})",
     ]
 
@@ -154,28 +179,8 @@ def _time_lines(facts: PlanFacts, *, options: PlanOptions) -> list[str]:
         f"{INDENT}at {hardware.flops / 1e12:.3g} TFLOP/s ({kind}); assumed shares of it: extract "
         f"{estimate.EXTRACT_SHARE:g}, train {estimate.TRAIN_SHARE:g}{decoding}. Scoring depends on the protocol and is "
         "not in it.",
-        *_fit_lines(facts, hardware=hardware, devices=devices),
+        *(INDENT + fit_line(facts, step, hardware=hardware) for step in steps_of(facts, devices=devices)),
     ]
-
-
-def _fit_lines(facts: PlanFacts, *, hardware: Hardware, devices: int) -> list[str]:
-    """Whether extraction and training fit into a device's memory, and what to do where they do not."""
-    needs = {"train": facts.training_memory()}
-    mends = {
-        "train": "lower train.pack_tokens, or set features.device or features.where=process where the target is beside it"
-    }
-    if facts.run.recipe.features.mode == "offline":
-        needs = {"extract": facts.extraction_memory(devices=devices), **needs}
-        mends["extract"] = "use features.backend=vllm with features.tensor_parallel_size, or features.device_map=auto"
-    lines = []
-    for name, needed in needs.items():
-        if needed <= hardware.memory:
-            lines.append(f"{INDENT}{name}: {_gib(needed)} of {_gib(hardware.memory)} per device: fits")
-        else:
-            lines.append(
-                f"{INDENT}{name}: {_gib(needed)} needed per device and {_gib(hardware.memory)} there: does NOT fit; {mends[name]}"
-            )
-    return lines
 
 
 def _duration(hours: float) -> str:
@@ -183,7 +188,3 @@ def _duration(hours: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 2 * estimate.HOUR else f"{hours:.1f} h"
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:,.2f} GiB"

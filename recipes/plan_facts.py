@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from eyas.heads.config import DEFAULT_CAPTURED
+from eyas.heads.target import DTYPES
 from eyas.recipes import estimate
 from eyas.recipes.estimate import HeadSize
 from eyas.recipes.estimate_tokens import TokenEstimate
@@ -77,6 +78,17 @@ class PlanFacts:
             return False
         return read_manifest(directory)["settings"] == extract_settings(self.run)
 
+    def generation_memory(self) -> float:
+        """Bytes per device while the target answers, one conversation at a time at least: the engine queues what has no room."""
+        recipe = self.run.recipe
+        return estimate.serving_memory(
+            self.size,
+            dtype=recipe.data.generation.dtype or recipe.features.dtype,
+            max_length=recipe.data.generation.max_model_len or recipe.score.max_model_len,
+            sequences=1,
+            devices=recipe.data.generation.tensor_parallel_size,
+        )
+
     def extraction_memory(self, *, devices: int) -> float:
         """Bytes per device while the target is run over the data."""
         features = self.run.recipe.features
@@ -97,6 +109,18 @@ class PlanFacts:
             devices=devices,
             spread=features.device_map == "auto",
         )
+
+    def serving_memory(self) -> float:
+        """Bytes per GPU while an engine of the measurement serves its largest batch with the head."""
+        score = self.run.recipe.score
+        target = estimate.serving_memory(
+            self.size,
+            dtype=score.dtype,
+            max_length=score.max_model_len,
+            sequences=max(score.batch_sizes),
+            devices=score.tensor_parallel_size,
+        )
+        return target + self.heads[1].total * DTYPES[score.dtype].itemsize
 
     def training_memory(self) -> float:
         """Bytes per process while the head is trained; with the target, where it runs on the same device."""

@@ -98,11 +98,19 @@ def open_run(recipe: Recipe) -> Run:
 
 
 def plan_run(recipe: Recipe) -> Run:
-    """A run as far as it is known without weights: of a hub target only config and tokenizer are fetched."""
+    """A run as far as it is known without weights: of a hub target only config and tokenizer are fetched. Where the hub
+    cannot be asked, the config of a well-known target comes from the package."""
     from eyas.heads.target_source import cache_root, resolve_target
+    from eyas.recipes.packaged_targets import packaged_targets
 
     target = recipe.target
-    directory = resolve_target(target.model, revision=target.revision, cache_dir=cache_root(), weights=False)
+    try:
+        directory = resolve_target(target.model, revision=target.revision, cache_dir=cache_root(), weights=False)
+    except ValueError:
+        packaged = packaged_targets().get(target.model)
+        if packaged is None or target.revision is not None:
+            raise
+        directory = packaged
     return Run(recipe=recipe, run_dir=recipe.run_directory, target_dir=directory, target_fingerprint="unknown")
 
 

@@ -18,14 +18,6 @@ _SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]*")
 Turns = Literal["first", "all"]
 Sizes = tuple[Annotated[int, Field(ge=1)], ...]
 
-MOVED = {
-    "temperature": "score.temperatures=[...]",
-    "fidelity_requests": "score.lossless.requests",
-    "fidelity_max_tokens": "score.lossless.max_tokens",
-    "fidelity_dtype": "score.lossless.dtype",
-}
-"""Keys of earlier versions, and what took their place."""
-
 
 class PromptSet(Section):
     """A file of prompts to measure beside the held-out ones."""
@@ -138,14 +130,6 @@ class Score(Section):
     time_split: bool = Field(default=True, description="one more start per arm that times the parts of a step")
     lossless: Lossless = Lossless()
     open_loop: OpenLoop = OpenLoop()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_moved_keys(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            for key in values.keys() & MOVED.keys():
-                raise ValueError(f"{key}: is now {MOVED[key]}")
-        return values
 
     @field_validator("draft_lengths", "batch_sizes", "set_batch_sizes", "temperatures")
     @classmethod

@@ -39,6 +39,10 @@ def submit(
         str | None,
         typer.Option(help="accelerate config file, or a DeepSpeed file (*.json), for the training; default DDP."),
     ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="What the nodes have (h100, ...): does a checkpoint fit into --time, by estimate?"),
+    ] = None,
     site: Annotated[Path | None, typer.Option(help="Site file instead of ~/.config/eyas/slurm.yaml.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the scripts and submit nothing.")] = False,
 ) -> None:
@@ -57,7 +61,9 @@ def submit(
         account=account,
         qos=qos,
     )
-    options = Options(resources=asked, extract_tasks=extract_tasks, array=array, launch=launch, at_once=at_once)
+    options = Options(
+        resources=asked, extract_tasks=extract_tasks, array=array, launch=launch, at_once=at_once, hardware=hardware
+    )
     submit_recipe(
         recipe,
         overrides=overrides or [],
@@ -80,10 +86,11 @@ def status(run_dir: Annotated[Path, typer.Argument(help="A run directory.")]) ->
 @slurm_app.command("cancel")
 def cancel(run_dir: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
     """Cancel every job of a run that waits or runs."""
-    from eyas.recipes.slurm_record import live_jobs
+    from eyas.recipes.slurm_record import known_jobs, submitted_entries
     from eyas.slurm.sbatch import cancel as cancel_jobs
 
-    jobs = [state.job for state in live_jobs(run_dir)]
+    submitted_entries(run_dir)  # a mistyped directory has none
+    jobs = [known.entry.job for known in known_jobs(run_dir) if any(state.live for state in known.states)]
     if jobs:
         cancel_jobs(jobs)
     typer.echo(f"cancelled {', '.join(jobs)}" if jobs else f"no job of {run_dir} waits or runs")

@@ -34,10 +34,10 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line asks for: resources of every job it submits, tasks of the arrays, seconds per checkpoint.
+    """What the command line asks for: resources of every job it submits, tasks of the arrays, the launch of the training.
 
     `array` is of the stage that is submitted alone, to run single tasks again; `at_once` limits the tasks of each array
-    that run at the same time.
+    that run at the same time. `hardware` is what the nodes have, for an estimate of the time that training takes.
     """
 
     resources: Resources
@@ -45,6 +45,7 @@ class Options:
     array: str | None
     launch: str | None
     at_once: int | None = None
+    hardware: str | None = None
 
     def tasks(self, count: int) -> str:
         """An array of `count` tasks, or the tasks of it that were asked for."""

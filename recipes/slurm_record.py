@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from eyas.heads.files import read_json, write_json
+from eyas.heads.files import read_json, write_json, write_text
 from eyas.recipes.run import Run
 from eyas.recipes.schema import Recipe
 from eyas.recipes.score_stage import only_arm
@@ -23,6 +25,7 @@ from eyas.slurm.sbatch import (
     accounted_states,
     job_states,
     plain_id,
+    submit,
     tasks_of,
 )
 
@@ -32,19 +35,19 @@ RECORD = Path("slurm") / "jobs.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A job as it was submitted.
+    """A job as it was submitted; `job`, `script` and `submitted` are empty until it is.
 
     Attributes:
         after: the stage whose job it waits for. processes: GPUs of the whole job, or nodes where it asks for none.
         states: of each task ("" where it is no array) when it was last looked at. forgotten: by SLURM's controller.
     """
 
-    job: str
+    job: str = ""
     stage: str
     name: str
-    script: str
+    script: str = ""
     output: str
-    submitted: str
+    submitted: str = ""
     array: str | None = None
     dependency: str | None = None
     after: str | None = None
@@ -85,9 +88,52 @@ def read_entries(run_dir: Path) -> list[Entry]:
     ]
 
 
+def submitted_entries(run_dir: Path) -> list[Entry]:
+    """As `read_entries`, of a run for which there are any.
+
+    Raises:
+        ValueError: none was submitted.
+    """
+    entries = read_entries(run_dir)
+    if not entries:
+        raise ValueError(f"no jobs were submitted for {run_dir} (`eyas slurm submit`)")
+    return entries
+
+
 def write_entries(run_dir: Path, entries: Sequence[Entry]) -> None:
     """Replace the record."""
     write_json(run_dir / RECORD, {"jobs": [asdict(entry) for entry in entries]})
+
+
+def submit_entry(run_dir: Path, entry: Entry, *, script: str) -> Entry:
+    """Write the script of a job into its run, submit it and record it; returns the record.
+
+    Ctrl-C in between waits, so that there is no job that nobody knows of.
+
+    Raises:
+        ValueError: sbatch refused.
+    """
+    entries = read_entries(run_dir)
+    path = run_dir / RECORD.parent / f"{len(entries):03d}-{entry.stage}.sbatch"
+    write_text(path, script, mode=0o600)  # the site's environment may hold keys
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    with _interrupted_later():
+        submitted = replace(entry, job=submit(path), script=str(path), submitted=now)
+        write_entries(run_dir, [*entries, submitted])
+    return submitted
+
+
+@contextlib.contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """Ctrl-C takes effect at the end of the block."""
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def known_jobs(run_dir: Path) -> list[Known]:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
-from eyas.heads.files import write_text
-from eyas.recipes.slurm_record import Entry, deciding, job_ids, known_jobs, read_entries, write_entries
-from eyas.slurm.sbatch import ENDED_BADLY, FORGOTTEN, JobState, requeue, submit, wait_for_again
+from eyas.recipes.slurm_record import (
+    Entry,
+    deciding,
+    job_ids,
+    known_jobs,
+    submit_entry,
+    submitted_entries,
+)
+from eyas.slurm.sbatch import ENDED_BADLY, FORGOTTEN, JobState, requeue, wait_for_again
 
 Say = Callable[[str], None]
 
@@ -31,9 +36,7 @@ def retry_jobs(run_dir: Path, *, say: Say) -> list[str]:
         ValueError: no job of the run failed, or SLURM refused (what it did not refuse is done).
     """
     run_dir = run_dir.absolute()
-    submitted = {entry.stage for entry in read_entries(run_dir)}
-    if not submitted:
-        raise ValueError(f"no jobs were submitted for {run_dir} (`eyas slurm submit`)")
+    submitted = {entry.stage for entry in submitted_entries(run_dir)}
     retry = _Retry(run_dir, say)
     for stage in ORDER:
         if stage in submitted:
@@ -111,23 +114,13 @@ class _Retry:
     def _submit(self, entry: Entry, tasks: Sequence[str], *, dependency: str | None) -> None:
         """Submit a job's script anew, for some of its tasks, as a job of its own."""
         self.stages.add(entry.stage)
-        entries = read_entries(self.run_dir)
         array = None if entry.array is None else ",".join(tasks) + "".join(entry.array.partition("%")[1:])
-        old = Path(entry.script)
-        script = old.with_name(f"{len(entries):03d}-{entry.stage}.sbatch")
-        text = with_directive(old.read_text(encoding="utf-8"), "array", array)
-        write_text(script, with_directive(text, "dependency", dependency), mode=0o600)
-        again = replace(
-            entry,
-            job=submit(script),
-            script=str(script),
-            array=array,
-            dependency=dependency,
-            submitted=datetime.now(UTC).isoformat(timespec="seconds"),
-            states={},
-            forgotten=False,
+        text = with_directive(Path(entry.script).read_text(encoding="utf-8"), "array", array)
+        again = submit_entry(
+            self.run_dir,
+            replace(entry, array=array, dependency=dependency, states={}, forgotten=False),
+            script=with_directive(text, "dependency", dependency),
         )
-        write_entries(self.run_dir, [*entries, again])
         self.repeated.append(again.job)
         of = "" if array is None else f", tasks {','.join(tasks)}"
         self.say(f"{again.job} {entry.stage}: submitted again for {entry.job}{of}")

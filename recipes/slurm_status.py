@@ -8,7 +8,7 @@ from pathlib import Path
 from eyas.heads.files import read_json
 from eyas.recipes.run import stage_names
 from eyas.recipes.schema import Recipe
-from eyas.recipes.slurm_checks import metrics
+from eyas.recipes.slurm_limits import metrics
 from eyas.recipes.slurm_record import Entry, Known, arm_directory, known_jobs, read_entries, recipe_of
 from eyas.recipes.stage import MANIFEST
 from eyas.recipes.sweep import FOLDER, point_directory, sweep_points, without_sweep

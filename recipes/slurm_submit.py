@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
+from shlex import quote
 
 from eyas.heads.files import write_text
 from eyas.recipes.load import dump_recipe, load_recipe
 from eyas.recipes.schema import Recipe
-from eyas.recipes.slurm_checks import check_limits, check_not_held, check_paths, named_paths
+from eyas.recipes.slurm_checks import check_before, check_not_held, check_paths, named_paths
 from eyas.recipes.slurm_jobs import STAGES, Link, Options, plan_chain, plan_sweep, with_dependency
-from eyas.recipes.slurm_record import RECORD, Entry, read_entries, write_entries
+from eyas.recipes.slurm_limits import check_hardware, check_limits
+from eyas.recipes.slurm_record import RECORD, Entry, submit_entry
 from eyas.recipes.sweep import RECIPE, point_directory, sweep_points, without_sweep
 from eyas.slurm.sbatch import require_slurm, tasks_of
-from eyas.slurm.sbatch import submit as sbatch
 from eyas.slurm.script import render
 from eyas.slurm.site import Site, read_site
 
@@ -43,11 +43,15 @@ def submit_recipe(
     recipe = recipe.model_copy(update={"run_dir": str(recipe.run_directory.absolute())})  # the jobs may start elsewhere
     wanted = _stages(stages, options=options)
     if recipe.sweep and stages and not {*stages} <= {"prepare", "extract", "train"}:
+        chosen = quote(str(point_directory(recipe, "N") / RECIPE))
         raise ValueError(
             "a sweep ends with training and a table; export and score the combination that you choose: "
-            f"`eyas slurm submit {point_directory(recipe, 'N')}/{RECIPE} --stage export --stage score`"
+            f"`eyas slurm submit {chosen} --stage export --stage score`"
         )
     run_dir = recipe.run_directory
+    _check_name(run_dir)
+    hardware = options.hardware or site.hardware
+    check_hardware(hardware)
     folder = run_dir / RECORD.parent
     links = _links(recipe, folder=folder, stages=wanted, site=site, options=options)
     if dry_run:
@@ -56,15 +60,16 @@ def submit_recipe(
         return {}
     require_slurm()
     _check(recipe, reference, launch=options.launch or site.launch, site=site)
-    check_limits(links, recipe, signal_seconds=site.signal_seconds, say=say)
+    check_limits(links, recipe, signal_seconds=site.signal_seconds, hardware=hardware, say=say)
     check_not_held(run_dir)
+    check_before(recipe, first=wanted[0])
     folder.mkdir(parents=True, exist_ok=True)
     _write_recipes(recipe, folder=folder)
     ids: dict[str, str] = {}
     for link in links:
-        ids[link.stage] = _submit_one(link, ids=ids, folder=folder)
+        ids[link.stage] = _submit_one(link, ids=ids, run_dir=run_dir)
         say(f"{link.stage}: job {ids[link.stage]}{f', after {ids[link.after]}' if link.after else ''}")
-    say(f"logs and scripts: {folder}; see `eyas slurm status {run_dir}`")
+    say(f"logs and scripts: {folder}; see `eyas slurm status {quote(str(run_dir))}`")
     return ids
 
 
@@ -90,6 +95,15 @@ def _links(recipe: Recipe, *, folder: Path, stages: Sequence[str], site: Site, o
     return plan_chain(recipe, folder / "recipe.yaml", stages=stages, site=site, options=options)
 
 
+def _check_name(run_dir: Path) -> None:
+    """Blanks and quotes are quoted; what SLURM and the scripts fill in is refused."""
+    for sign in ("%", "\\", "{task}"):
+        if sign in str(run_dir):
+            raise ValueError(
+                f"run_dir: '{sign}' in '{run_dir}' means something else in the names of SLURM's logs; choose another name"
+            )
+
+
 def _check(recipe: Recipe, reference: str, *, launch: str | None, site: Site) -> None:
     """Whether all that the jobs read is there, on disks that their nodes see."""
     recipes = [recipe, *(point.recipe for point in sweep_points(recipe))] if recipe.sweep else [recipe]
@@ -106,23 +120,15 @@ def _write_recipes(recipe: Recipe, *, folder: Path) -> None:
         (folder / "sweep.yaml").unlink(missing_ok=True)
 
 
-def _submit_one(link: Link, *, ids: dict[str, str], folder: Path) -> str:
-    """Write the script, submit it, record its id at once: a kill in between leaves no job that nobody knows."""
+def _submit_one(link: Link, *, ids: dict[str, str], run_dir: Path) -> str:
     job = with_dependency(link, ids=ids)
-    entries = read_entries(folder.parent)
-    script = folder / f"{len(entries):03d}-{link.stage}.sbatch"
-    write_text(script, render(job), mode=0o600)  # the site's environment may hold keys
     entry = Entry(
-        job=sbatch(script),
         stage=link.stage,
         name=job.name,
-        script=str(script),
         output=job.output,
-        submitted=datetime.now(UTC).isoformat(timespec="seconds"),
         array=job.array,
         dependency=job.dependency,
         after=link.after if job.dependency else None,
         processes=link.processes,
     )
-    write_entries(folder.parent, [*entries, entry])
-    return entry.job
+    return submit_entry(run_dir, entry, script=render(job)).job

@@ -8,10 +8,17 @@ from typing import Any
 
 SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
 
+MXFP4_BYTES = (4 + 8 / 32) / 8
+"""Per weight: four bits, and eight bits of scale for every 32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSize:
-    """What estimates need to know of a target. Parameters are counts, `active` those a token meets in the decoder."""
+    """What estimates need to know of a target. Parameters are counts, `active` those a token meets in the decoder.
+
+    `weight_bytes` are of the type that the target is run in, `served_bytes` of the form that vLLM keeps: weights that are
+    published in MXFP4 stay so.
+    """
 
     hidden_size: int
     vocab_size: int
@@ -22,6 +29,7 @@ class TargetSize:
     parameters: int
     active_parameters: int
     weight_bytes: int
+    served_bytes: int
 
 
 def read_target_size(target_dir: Path, *, dtype: str, trust_remote_code: bool) -> TargetSize:
@@ -62,7 +70,18 @@ def read_target_size(target_dir: Path, *, dtype: str, trust_remote_code: bool) -
         parameters=total,
         active_parameters=_active(model, values),
         weight_bytes=total * DTYPES[dtype].itemsize,
+        served_bytes=_served_bytes(model, values, itemsize=DTYPES[dtype].itemsize),
     )
+
+
+def _served_bytes(model: Any, values: dict[str, Any], *, itemsize: int) -> int:
+    """Bytes of the weights as vLLM loads them. Of quantised forms MXFP4 is known, whose experts' matrices are packed."""
+    packed = (values.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    count = 0.0
+    for name, parameter in model.named_parameters():
+        is_packed = packed and ".experts." in name and parameter.dim() > 2
+        count += parameter.numel() * (MXFP4_BYTES if is_packed else itemsize)
+    return round(count)
 
 
 def _active(model: Any, values: dict[str, Any]) -> int:

@@ -96,12 +96,12 @@ def require_slurm() -> None:
 
 
 def submit(script: Path) -> str:
-    """Hand a script to sbatch; returns the job's id, and its cluster when sbatch names one.
+    """Hand a script to sbatch; returns the job's id, and its cluster when sbatch names one. Ctrl-C does not reach sbatch.
 
     Raises:
         ValueError: sbatch refused, with its words.
     """
-    result = _run(["sbatch", "--parsable", str(script)])
+    result = _run(["sbatch", "--parsable", str(script)], own_session=True)
     if result.returncode != 0:
         raise ValueError(f"sbatch refused {script}: {_said(result)}")
     return result.stdout.strip()
@@ -209,9 +209,16 @@ def _state(line: str, *, job: str) -> JobState:
     )
 
 
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _run(command: Sequence[str], *, own_session: bool = False) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+            start_new_session=own_session,
+        )
     except FileNotFoundError as error:
         raise ValueError(f"{command[0]} is not on PATH: this machine has no SLURM commands") from error
     except subprocess.TimeoutExpired as error:

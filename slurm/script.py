@@ -59,7 +59,7 @@ def render(job: Job) -> str:
     header, body = _split(template_text(job.template))
     directives = _directives(header) | _asked(job)
     lines = [
-        f"#SBATCH --{name}{'' if value is None else f'={_one_word(name, value)}'}" for name, value in directives.items()
+        f"#SBATCH --{name}{'' if value is None else f'={_quoted(name, value)}'}" for name, value in directives.items()
     ]
     comment = [line for line in header.splitlines() if not _DIRECTIVE.match(line)]
     top, rest = body.split(BEGIN)
@@ -103,11 +103,15 @@ def _asked(job: Job) -> dict[str, str | None]:
     return {name: str(value) for name, value in wanted.items() if value is not None}
 
 
-def _one_word(name: str, value: str) -> str:
-    """A value as sbatch reads it: it splits at blanks, and knows no shell quoting in the middle of a line."""
-    if not value or re.search(r"[\s\"'\\]", value):
-        raise ValueError(f"--{name}: {value!r} cannot stand in an #SBATCH line; use a value without blanks and quotes")
-    return value
+def _quoted(name: str, value: str) -> str:
+    """A value as sbatch reads it: blanks stand in double quotes, in which only a quote and a backslash need another."""
+    if not value or not value.isprintable():
+        raise ValueError(
+            f"--{name}: {value!r} cannot stand in an #SBATCH line; it is empty or has characters without a shape"
+        )
+    if re.fullmatch(r"[\w@%+=:,./\[\]-]+", value):
+        return value
+    return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
 
 def _site_block(job: Job) -> str:

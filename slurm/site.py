@@ -6,6 +6,7 @@
     gpus_per_node: 8
     cpus_per_task: 32
     time: "12:00:00"
+    hardware: h100                 # as `eyas plan` calls it
     setup: [module load cuda/12.8, source /shared/eyas/bin/activate]
     environment: {NCCL_SOCKET_IFNAME: ib0}
     container: {kind: pyxis, image: /shared/eyas.sqsh, mounts: ["/shared:/shared"]}
@@ -92,6 +93,7 @@ class Site(Resources):
     signal: Literal["USR1", "USR2"] = "USR2"
     signal_seconds: int = Field(default=300, ge=1)
     launch: str | None = None
+    hardware: str | None = None
     stages: dict[Literal["prepare", "extract", "train", "export", "score", "report", "sweep"], Resources] = Field(
         default_factory=dict
     )

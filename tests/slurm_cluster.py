@@ -47,7 +47,7 @@ ReturnToService=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
-KillWait=5
+KillWait=30
 MinJobAge=600
 InactiveLimit=0
 SlurmctldTimeout=30
@@ -105,7 +105,23 @@ class Cluster:
                 return states.pop() if len(states) == 1 else ",".join(sorted(states))
             if time.monotonic() > deadline:
                 raise TimeoutError(f"job {job} is {states} after {seconds:g} s")
-            time.sleep(0.5)
+            time.sleep(0.2)
+
+    def wait_until_pending(self, job: str, *, seconds: float = 60) -> None:
+        """Until a requeued job waits."""
+        deadline = time.monotonic() + seconds
+        while self.fields(job)["JobState"] != "PENDING":
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"job {job} is {self.fields(job)}")
+            time.sleep(0.1)
+
+    def start_node(self, node: str) -> None:
+        """Start the daemon of a node name."""
+        self.command("slurmd", "-f", self.environment["SLURM_CONF"], "-N", node)
+
+    def kill_node(self, node: str) -> None:
+        """End the daemon of a node name as a power cut would."""
+        os.kill(int((self.folder / "run" / f"slurmd.{node}.pid").read_text()), signal.SIGKILL)
 
 
 def _fields(line: str) -> dict[str, str]:
@@ -167,7 +183,7 @@ def _start(folder: Path, environment: dict[str, str]) -> Cluster:
     found.command("munged", *(f"--{option}={munge / name}" for option, name in names.items()))
     found.command("slurmctld", "-f", environment["SLURM_CONF"])
     for node in NODES:
-        found.command("slurmd", "-f", environment["SLURM_CONF"], "-N", node)
+        found.start_node(node)
     deadline = time.monotonic() + 60
     while True:
         with contextlib.suppress(RuntimeError):

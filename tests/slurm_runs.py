@@ -9,6 +9,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from eyas.heads.files import write_json
 from eyas.recipes.cli import app
 from eyas.recipes.slurm_jobs import Options
 from eyas.slurm.site import Resources
@@ -48,7 +49,7 @@ def options(**changes: Any) -> Options:
 
 
 def shared_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that the site file calls shared, with a recipe, and SLURM's commands shimmed."""
+    """A folder that the site file calls shared, with a recipe whose run was done once, and SLURM's commands shimmed."""
     for name, value in slurm_shims.install(tmp_path / "shims").items():
         monkeypatch.setenv(name, value)
     (tmp_path / "target").mkdir()
@@ -56,7 +57,16 @@ def shared_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe_settings(tmp_path)))
     (tmp_path / "site.yaml").write_text(yaml.safe_dump({"shared_paths": [str(tmp_path)], "partition": "gpu"}))
     monkeypatch.setenv("EYAS_SLURM", str(tmp_path / "site.yaml"))
+    for stage in ("collect", "prepare", "features", "train", "export"):
+        stands(tmp_path / "run" / stage, "2000-01-01T00:00:00+00:00")
     return tmp_path
+
+
+def stands(folder: Path, finished_at: str, **facts: Any) -> None:
+    """A stage that is done."""
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {"settings": {}, "seconds": 12.0, "finished_at": finished_at} | facts
+    write_json(folder / "manifest.json", facts)
 
 
 def eyas(*words: str, code: int = 0) -> str:

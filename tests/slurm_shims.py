@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 SBATCH = """#!/bin/bash
 echo "sbatch $*" >> "$SHIM_LOG"
@@ -30,25 +33,16 @@ cat "$SHIM_JOBS/accounted-$2" 2>/dev/null || { echo "Slurm accounting storage is
 """
 SRUN = """#!/bin/bash
 echo "srun $*" >> "$SHIM_LOG"
+[ "${!#}" != true ] || exit "${SHIM_LOST:-0}"
 printf '%s\\0' "$@" > "$SHIM_SRUN"
 exec bash "$SHIM_STEP"
 """
-ACCELERATE = f"""#!{sys.executable}
-# The real `accelerate launch` as far as torch's own launcher: says how that would meet the other nodes, and ends.
-import json
-import sys
-import torch.distributed.run as run
-
-def say(args):
-    config, _, words = run.config_from_args(args)
-    found = dict(endpoint=config.rdzv_endpoint, backend=config.rdzv_backend, run_id=config.run_id, words=words[-3:],
-        is_host=config.rdzv_configs.get("is_host"), local_addr=config.local_addr, nodes=config.max_nodes,
-        processes=config.nproc_per_node)
-    print(json.dumps(found))
-
-run.run = say
-from accelerate.commands.launch import launch_command, launch_command_parser
-launch_command(launch_command_parser().parse_args(sys.argv[2:]))
+ACCELERATE = f"""#!{sys.executable} -SE
+import json, os, sys
+print(json.dumps(dict(words=sys.argv[1:], environment=dict(os.environ))))
+"""
+SLEEP = """#!/bin/bash
+exec /bin/sleep 0.1
 """
 COMMANDS = {
     "sbatch": SBATCH,
@@ -57,6 +51,7 @@ COMMANDS = {
     "sacct": SACCT,
     "srun": SRUN,
     "accelerate": ACCELERATE,
+    "sleep": SLEEP,
 }
 
 
@@ -64,7 +59,7 @@ def install(folder: Path) -> dict[str, str]:
     """Write the commands below `folder`; returns the environment in which they are found.
 
     SHIM_LOG is what they were told, SHIM_STEP the script that srun runs, SHIM_SRUN the words of the last srun, SHIM_JOBS
-    has a file per job for `scontrol show job`, SHIM_TOLD may be a named pipe that scancel writes to.
+    has a file per job for `scontrol show job`, SHIM_LOST (where set) is the status of steps that only try the nodes, SHIM_TOLD may be a named pipe that scancel writes to.
     """
     programs = folder / "bin"
     programs.mkdir(parents=True)
@@ -81,3 +76,31 @@ def install(folder: Path) -> dict[str, str]:
         "SHIM_JOBS": str(folder / "jobs"),
         "SHIM_TOLD": str(folder / "told"),
     }
+
+
+def met(words: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    """Where torch's launcher would meet the other nodes: the real `accelerate launch`, as far as the launcher's start."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed import run
+
+    found: list[dict[str, Any]] = []
+
+    def say(arguments: Namespace) -> None:
+        config, _, last = run.config_from_args(arguments)
+        found.append(
+            {
+                "endpoint": config.rdzv_endpoint,
+                "backend": config.rdzv_backend,
+                "run_id": config.run_id,
+                "is_host": config.rdzv_configs.get("is_host"),
+                "local_addr": config.local_addr,
+                "nodes": config.max_nodes,
+                "processes": config.nproc_per_node,
+                "words": list(last[-3:]),
+            }
+        )
+
+    assert words[0] == "launch", words
+    with patch.dict(os.environ, environment, clear=True), patch.object(run, "run", say):
+        launch_command(launch_command_parser().parse_args(words[1:]))
+    return found[0]

@@ -1,15 +1,11 @@
-"""Guards of the house: packages, floors, sizes, the type checker's view, and the built wheel."""
+"""Guards of the house: packages, floors, sizes, and the type checker's view."""
 
 from __future__ import annotations
 
 import ast
-import os
-import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -95,52 +91,3 @@ def test_command_line_imports_nothing_heavy() -> None:
     code = "import sys, eyas.recipes.cli; print(*{name.partition('.')[0] for name in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert set(loaded.split()) & HEAVY == set()
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy, so that no build folder appears in the checkout or leaks old files into the wheel."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    source.mkdir()
-    for room in ROOMS:
-        shutil.copytree(ROOT / room, source / room, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "LICENSE", "README.md"):
-        if (ROOT / name).is_file():
-            shutil.copy(ROOT / name, source / name)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder)]
-    subprocess.run([*command, str(source)], check=True, capture_output=True, text=True)
-    return next(folder.glob("eyas-*.whl"))
-
-
-def test_wheel_holds_code_and_data(wheel: Path) -> None:
-    names = set(zipfile.ZipFile(wheel).namelist())
-    data = [
-        path
-        for suffix in ("*.yaml", "*.j2", "*.txt", "*.sbatch")
-        for room in ROOMS
-        for path in (ROOT / room).rglob(suffix)
-    ]
-    data += [path for path in (ROOT / "recipes" / "data").iterdir() if path.is_file()]
-    expected = {f"eyas/{relative(path)}" for path in [*SOURCES, *data]}
-    assert expected - names == set()
-    assert any(name.endswith("LICENSE") for name in names)
-
-
-def test_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
-    # -S keeps out the import hook of the editable install; the dependencies are added by their plain path.
-    code = (
-        f"import sys; sys.path[:0] = [{str(tmp_path / 'installed')!r}, {sysconfig.get_path('purelib')!r}]\n"
-        "import eyas.recipes.cli as cli\n"
-        "assert 'installed' in cli.__file__, cli.__file__\n"
-        "from eyas.recipes.load import load_recipe, shipped_recipes\n"
-        "[load_recipe(name) for name in shipped_recipes()]\n"
-        "cli.app(['--help'])"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "score" in done.stdout

@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,8 @@ def test_help_is_fast_and_lists_the_commands() -> None:
 
 
 def test_version() -> None:
-    assert eyas("--version")[:2] == (0, "eyas 0.1.0\n")
+    project = tomllib.loads((Path(__file__).resolve().parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    assert eyas("--version")[:2] == (0, f"eyas {project['project']['version']}\n")
 
 
 def test_recipes_ls_cat_validate() -> None:

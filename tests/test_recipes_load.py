@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eyas.recipes.keys import describe_keys, valid_keys
 from eyas.recipes.load import dump_recipe, find_recipe, load_recipe, resolve_builtin, shipped_recipes
+from eyas.recipes.moved import MOVED
 from eyas.recipes.schema import Recipe
 
 QUICKSTART = "smollm2-135m-eagle3-cpu"
@@ -139,6 +143,33 @@ def test_an_override_can_add_a_section(tmp_path: Path) -> None:
 )
 def test_bad_overrides_say_what_to_mend(override: str, message: str) -> None:
     assert message in error_of(QUICKSTART, override)
+
+
+def test_a_recipe_of_an_older_version_names_every_key_that_moved(tmp_path: Path) -> None:
+    values: dict[str, Any] = yaml.safe_load(MINIMAL)
+    for key in MOVED:
+        place = values
+        *sections, field = key.split(".")
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[field] = 1
+    message = error_of(write(tmp_path, yaml.safe_dump(values)))
+    assert f"{len(MOVED)} errors" in message
+    for key, instead in MOVED.items():
+        assert f"  {key}: {instead}\n" in f"{message}\n"
+
+
+@pytest.mark.parametrize("key", MOVED)
+def test_a_key_that_moved_is_named_on_the_command_line_too(key: str) -> None:
+    assert error_of(QUICKSTART, f"{key}=1") == f"overrides: {key}: {MOVED[key]}"
+
+
+def test_keys_that_moved_are_gone_and_their_heirs_are_there() -> None:
+    assert not set(MOVED) & set(valid_keys())
+    known = {name for name, _ in describe_keys()} | {"data.sources", "init"}
+    for key, instead in MOVED.items():
+        named = re.findall(r"\b[a-z]+\.[a-z_.]+[a-z]", instead)
+        assert named and set(named) <= known, key
 
 
 def test_builtin_files(tmp_path: Path) -> None:

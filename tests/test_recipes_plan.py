@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -14,35 +13,20 @@ from eyas.recipes import estimate, plan
 from eyas.recipes.cli import app
 from eyas.recipes.estimate import HeadSize, Tokens
 from eyas.recipes.hardware import NAMED, find_hardware
+from eyas.recipes.packaged_targets import packaged_targets
 from eyas.recipes.target_size import TargetSize, read_target_size
 from tests import tiny
 
 QUICKSTART = "smollm2-135m-eagle3-cpu"
-LLAMA_8B: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
-QWEN3_MOE: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_hidden_layers": 48,
-    "vocab_size": 151936,
-}
+LLAMA_8B, QWEN3_30B, GPT_OSS_120B, GPT_OSS_20B = (
+    packaged_targets()[model]
+    for model in (
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "Qwen/Qwen3-30B-A3B",
+        "openai/gpt-oss-120b",
+        "openai/gpt-oss-20b",
+    )
+)
 # fc 3H x H, q k v of 2H, o and MLP, lm_head of 8,192 rows, four norms.
 HEAD_8B = 3 * 4096**2 + 2 * 4096 * (4096 + 2 * 1024) + 4096**2 + 3 * 4096 * 14336 + 8192 * 4096 + 4 * 4096
 
@@ -52,30 +36,30 @@ def eyas(*arguments: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def config_only(directory: Path, config: dict[str, Any]) -> Path:
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
-
-
 @pytest.fixture
 def overrides(tmp_path: Path) -> list[str]:
     """The quickstart for a target of which only the config is here, and for data that is not."""
-    target = config_only(tmp_path / "target", LLAMA_8B)
     source = "data.sources=[{path: org/chats}]"
-    where = [f"target.model={target}", f"run_dir={tmp_path / 'run'}", "data.conversations=null", source]
-    return [*where, "features.dtype=bfloat16", "data.max_length=2048"]
+    where = [f"target.model={LLAMA_8B}", f"run_dir={tmp_path / 'run'}", "data.conversations=null", source]
+    return [*where, "features.dtype=bfloat16", "data.max_length=2048", "data.max_train_tokens=null"]
 
 
-def test_sizes_of_a_dense_and_a_sparse_target(tmp_path: Path) -> None:
-    dense = read_target_size(config_only(tmp_path / "a", LLAMA_8B), dtype="bfloat16", trust_remote_code=False)
+def test_sizes_of_a_dense_and_a_sparse_target() -> None:
+    dense = read_target_size(LLAMA_8B, dtype="bfloat16", trust_remote_code=False)
     assert dense.parameters == 8_030_261_248  # as the model card says
     assert dense.active_parameters == dense.parameters - 2 * 128256 * 4096
-    assert dense.weight_bytes == 2 * dense.parameters
-    sparse = read_target_size(config_only(tmp_path / "b", QWEN3_MOE), dtype="bfloat16", trust_remote_code=False)
+    assert dense.weight_bytes == dense.served_bytes == 2 * dense.parameters
+    sparse = read_target_size(QWEN3_30B, dtype="bfloat16", trust_remote_code=False)
     assert sparse.parameters == pytest.approx(30.5e9, rel=0.01)
     # "3.3B activated" of the model card counts embedding and lm_head.
     assert sparse.active_parameters + 2 * 151936 * 2048 == pytest.approx(3.3e9, rel=0.03)
+
+
+@pytest.mark.parametrize(("target", "gibibytes"), [(GPT_OSS_120B, 60.8), (GPT_OSS_20B, 12.8)])
+def test_weights_in_mxfp4_take_what_the_published_files_take(target: Path, gibibytes: float) -> None:
+    size = read_target_size(target, dtype="bfloat16", trust_remote_code=False)
+    assert size.served_bytes / 2**30 == pytest.approx(gibibytes, rel=0.005)  # arXiv 2508.10925, table 1
+    assert size.weight_bytes == 2 * size.parameters
 
 
 def test_the_plan_of_an_8b_target_from_its_config(overrides: list[str], tmp_path: Path) -> None:
@@ -102,6 +86,21 @@ def test_open_sizes_are_bounds(overrides: list[str]) -> None:
     assert "not known before the data is here" in stdout
 
 
+def test_limits_of_the_recipe_bound_what_is_not_known(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = ["data.max_train_tokens=3000000", "data.max_heldout=100"]
+    code, stdout, _ = eyas("plan", QUICKSTART, *overrides, *limits)
+    assert (code, "3,204,800 in 1,565 conversations, at most (data.max_train_tokens" in stdout) == (0, True)
+    assert "3,204,800 tokens, 100 % of all" in stdout
+    _, stdout, _ = eyas("plan", QUICKSTART, *overrides, *limits, "--answer-share", "0.25")
+    assert "801,200 tokens, 25 % of all" in stdout
+    assert "share of answers as told" in stdout
+    monkeypatch.setattr(plan, "free_bytes", lambda path: (path, 2**30))
+    code, stdout, _ = eyas("plan", QUICKSTART, *overrides, *limits)
+    assert (code, "1.00 GiB free, which may not be enough" in stdout) == (0, True)
+    _, stdout, _ = eyas("plan", QUICKSTART, *overrides, "data.max_train_tokens=5", "data.max_heldout=null")
+    assert "not known before the data is here" in stdout
+
+
 def test_what_is_not_done_is_not_planned(overrides: list[str]) -> None:
     _, stdout, _ = eyas("plan", QUICKSTART, *overrides, "score.head=somewhere")
     assert "stages:         collect, score" in stdout
@@ -124,16 +123,62 @@ def test_hours_on_named_hardware(overrides: list[str]) -> None:
     assert (code, "choose one of here, a100-40gb" in stderr) == (2, True)
 
 
-def test_a_target_that_does_not_fit_is_told(overrides: list[str]) -> None:
-    tokens = ["--tokens", "1000", "--answer-share", "0.5"]
-    _, stdout, _ = eyas("plan", QUICKSTART, *overrides, *tokens, "--hardware", "rtx4090", "features.dtype=float32")
-    assert "extract: 30." in stdout and "does NOT fit; use features.backend=vllm" in stdout
-    spread = ["--hardware", "rtx4090", "--devices", "2", "features.device_map=auto"]
-    _, stdout, _ = eyas("plan", QUICKSTART, *overrides, *tokens, *spread)
-    assert "extract: 7." in stdout and "NOT fit" not in stdout
-    _, stdout, _ = eyas("plan", QUICKSTART, *overrides, *tokens, "--hardware", "rtx4090", "features.mode=online")
-    assert "extract:" not in stdout
-    assert "train: " in stdout
+def fit_of(step: str, *arguments: str) -> str:
+    """What a plan says of one step's memory on a small GPU."""
+    code, stdout, stderr = eyas("plan", QUICKSTART, *arguments, "--tokens", "1000", "--answer-share", "0.5")
+    assert code == 0, stderr
+    told = [line.strip() for line in stdout.splitlines() if re.match(rf" +{step}: .* per device", line)]
+    return told[0] if told else ""
+
+
+def test_a_target_that_does_not_fit_is_told_with_what_would(overrides: list[str]) -> None:
+    small = [*overrides, "--hardware", "rtx4090", "--devices", "2"]
+    wide = [*small, "features.dtype=float32"]
+    assert "22.35 GiB there: does NOT fit; with features.device_map=auto 15." in fit_of("extract", *wide)
+    assert "extract: 15." in fit_of("extract", *wide, "features.device_map=auto")
+    assert fit_of("extract", *small).endswith("fits")
+    engine = ["features.backend=vllm", "features.batch_size=16"]
+    # Of 16 conversations of 2,048 tokens: 32 layers, 8 heads of 128, keys and values; and four states of 4,096.
+    least = 16 * 2048 * (2 * 32 * 8 * 128 * 4 + 4 * 4096 * 4)
+    told = fit_of("extract", *wide, *engine)
+    assert told.startswith(f"extract: {(8_030_261_248 * 4 + least) / 2**30:.2f} GiB needed per device")
+    half = (8_030_261_248 * 4 + 16 * 2048 * 2 * 32 * 8 * 128 * 4) / 2 + 16 * 2048 * 4 * 4096 * 4
+    assert told.endswith(f"with features.tensor_parallel_size=2 {half / 2**30:.2f} GiB would")
+    assert fit_of("extract", *wide, *engine, "features.tensor_parallel_size=2").endswith("fits")
+    assert fit_of("extract", *small, "features.mode=online") == ""
+
+
+def test_training_and_serving_that_do_not_fit_are_told_with_what_would(overrides: list[str]) -> None:
+    small = [*overrides, "--hardware", "rtx4090"]
+    large = ["train.batch_tokens=65536", "train.ttt_steps=4"]
+    told = fit_of("train", *small, *large)
+    assert "does NOT fit; with train.pack_tokens=" in told
+    size = int(told.partition("train.pack_tokens=")[2].split()[0])
+    assert fit_of("train", *small, *large, f"train.pack_tokens={size}").endswith("fits")
+    assert "does NOT fit" in fit_of("train", *small, *large, f"train.pack_tokens={2 * size}")
+    beside = fit_of("train", *small, "features.mode=online", "features.dtype=float32")
+    assert "with features.where=process" in beside
+    assert "with score.tensor_parallel_size=2" in fit_of("score", *small, "score.max_model_len=4096")
+    answers = [*small, "features.dtype=float32", "data.regenerate=true", "data.generation.max_model_len=4096"]
+    told = fit_of("regenerate", *answers)
+    needed = 8_030_261_248 * 4 + 4096 * 2 * 32 * 8 * 128 * 4
+    assert told.startswith(f"regenerate: {needed / 2**30:.2f} GiB needed")
+    assert told.endswith(f"with data.generation.tensor_parallel_size=2 {needed / 2 / 2**30:.2f} GiB would")
+    assert fit_of("regenerate", *answers, "data.generation.servers.urls=[http://a/v1]") == ""
+    hopeless = fit_of("score", *small, "score.batch_sizes=[4096]", "score.max_model_len=4096")
+    assert hopeless.endswith("no setting here mends it; it would on no device known here")
+
+
+def test_a_known_target_is_planned_without_the_hub(tmp_path: Path) -> None:
+    arguments = [f"run_dir={tmp_path}", "target.model=openai/gpt-oss-20b", "features.dtype=bfloat16"]
+    code, stdout, stderr = eyas("plan", QUICKSTART, *arguments)
+    assert code == 0, stderr
+    assert "20.9 billion parameters, 38.96 GiB in bfloat16, 12.8" in stdout
+    assert "its config comes with eyas, because the hub did not give it" in stdout
+    code, _, stderr = eyas("plan", QUICKSTART, *arguments, "target.revision=main")
+    assert (code, "HF_HUB_OFFLINE is set" in stderr) == (2, True)
+    code, _, stderr = eyas("prepare", QUICKSTART, *arguments)
+    assert (code, "target.model: HF_HUB_OFFLINE is set" in stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +245,7 @@ SIZE = TargetSize(
     parameters=5000,
     active_parameters=3000,
     weight_bytes=10_000,
+    served_bytes=10_000,
 )
 
 

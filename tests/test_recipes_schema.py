@@ -175,9 +175,10 @@ def test_every_field_says_what_it_means() -> None:
     assert undescribed(Recipe) == []
 
 
-@pytest.mark.parametrize("path", shipped_recipes().values(), ids=lambda path: path.stem)
-def test_shipped_recipes_write_out_every_field(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", [name for name in shipped_recipes() if name.startswith("smollm2-")])
+def test_recipes_that_anyone_can_run_write_out_every_field(name: str) -> None:
+    """They are the examples to change; those for GPUs say what differs from the defaults, and `eyas plan` prints the rest."""
+    text = shipped_recipes()[name].read_text(encoding="utf-8")
     assert text.startswith("# ")
     written_out = ("head.", "init.", "train.", "export.", "score.")  # of data and features, what a recipe uses
     fields = [key.rpartition(".")[2] for key in valid_keys() if key.startswith(written_out)]

@@ -26,10 +26,6 @@ QUICKSTART = "smollm2-135m-eagle3-cpu"
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": 0.0}, "temperature: is now score.temperatures="),
-        ({"fidelity_requests": 8}, "fidelity_requests: is now score.lossless.requests"),
-        ({"fidelity_max_tokens": 8}, "is now score.lossless.max_tokens"),
-        ({"fidelity_dtype": "float32"}, "is now score.lossless.dtype"),
         ({"batch_sizes": [1, 1]}, "values must be distinct"),
         ({"temperatures": [0.0, 0]}, "values must be distinct"),
         ({"draft_lengths": []}, "without a head there must be other arms"),
@@ -56,12 +52,6 @@ def test_bad_values_say_what_to_mend(values: dict[str, Any], message: str) -> No
     with pytest.raises(ValidationError) as caught:
         Score.model_validate(values)
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("key", ["temperature", "fidelity_requests", "fidelity_max_tokens", "fidelity_dtype"])
-def test_a_moved_key_on_the_command_line_names_the_new_one(key: str) -> None:
-    with pytest.raises(ValueError, match=rf"score\.{key}: is now score\.(temperatures|lossless)"):
-        load_recipe(QUICKSTART, overrides=[f"score.{key}=1"])
 
 
 def test_arms_and_prompt_sets_can_be_given_on_the_command_line() -> None:

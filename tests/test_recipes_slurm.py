@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,7 @@ def test_a_dry_run_submits_and_writes_nothing(shared: Path, monkeypatch: pytest.
     said = eyas("slurm", "submit", str(shared / "tiny.yaml"), "--dry-run")
     assert said.count("#!/usr/bin/env bash") == 5
     assert told(shared) == []
-    assert not (shared / "run").exists()
+    assert not (shared / "run" / "slurm").exists()
 
 
 def test_a_refusal_passes_sbatchs_words_on_and_keeps_what_was_submitted(
@@ -130,7 +131,8 @@ def test_a_refusal_passes_sbatchs_words_on_and_keeps_what_was_submitted(
         (["init.head=/nowhere/head"], "init.head: /nowhere/head does not exist"),
         (["target.model=/nowhere/model"], "target.model: /nowhere/model does not exist"),
         (["data.conversations=/nowhere/c.jsonl"], "no file /nowhere/c.jsonl"),
-        (["--partition", "gpu x"], "cannot stand in an #SBATCH line"),
+        (["--partition", "gpu\nx"], "cannot stand in an #SBATCH line"),
+        (["run_dir=/shared/50%j"], "run_dir: '%' in '/shared/50%j' means something else in the names of SLURM's logs"),
         (["--site", "nowhere.yaml"], "the site file nowhere.yaml does not exist"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
@@ -144,6 +146,46 @@ def test_mistakes_are_said_before_anything_is_submitted(shared: Path, words: lis
 def test_without_sbatch_it_says_where_to_go(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert "sbatch is not on PATH" in eyas("slurm", "submit", str(shared / "tiny.yaml"), code=2)
+
+
+def test_cancel_ends_arrays_as_a_whole(shared: Path) -> None:
+    """Tasks that wait behind a limit are one line of scontrol, which scancel does not read."""
+    eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "export", "--stage", "score", "--at-once", "1")
+    slurm_says(shared, "101", job_line(101, "COMPLETED", name="tiny-export"))
+    tasks = [job_line(102, "PENDING", name="tiny-score", array=102, task="1-2%1")]
+    slurm_says(shared, "102", job_line(103, "RUNNING", name="tiny-score", array=102, task="0"), *tasks)
+    assert eyas("slurm", "cancel", str(shared / "run")).splitlines() == ["cancelled 102"]
+    assert told(shared)[-1] == "scancel 102"
+
+
+def test_an_interrupt_leaves_no_job_that_nobody_knows(shared: Path) -> None:
+    """Ctrl-C while sbatch has the job and has not said its number."""
+    (shared / "shims" / "bin" / "sbatch").write_text("#!/bin/bash\nkill -INT $PPID\necho 7\n")
+    assert "Traceback" not in eyas("slurm", "submit", str(shared / "tiny.yaml"), code=130)
+    assert [job["job"] for job in read_json(shared / "run" / "slurm" / "jobs.json")["jobs"]] == ["7"]
+
+
+def test_a_mistyped_run_directory_has_no_jobs(shared: Path) -> None:
+    for command in ("cancel", "retry"):
+        said = eyas("slurm", command, str(shared / "rum"), code=2)
+        assert f"no jobs were submitted for {shared / 'rum'}" in said
+
+
+@pytest.mark.parametrize(
+    ("stage", "missing", "words"),
+    [
+        ("train", "features", "has no extract stage yet, which it reads; submit it as well (--stage extract)"),
+        ("train", "collect", "has no collect stage yet, which it reads; submit it as well (--stage prepare)"),
+        ("export", "train", "has no train stage yet"),
+        ("score", "export", "has no export stage yet"),
+    ],
+)
+def test_a_stage_whose_input_nothing_makes_is_refused(shared: Path, stage: str, missing: str, words: str) -> None:
+    """Its job makes that stage only, and would end at once when its turn comes."""
+    shutil.rmtree(shared / "run" / missing)
+    assert words in eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", stage, code=2)
+    assert told(shared) == []
+    eyas("slurm", "submit", str(shared / "tiny.yaml"))
 
 
 def test_a_live_job_holds_the_run_directory(shared: Path) -> None:
@@ -193,7 +235,6 @@ def test_jobs_of_another_cluster_are_asked_about_there(shared: Path) -> None:
 
 
 def test_a_job_submitted_by_hand_holds_the_run_directory(shared: Path) -> None:
-    (shared / "run").mkdir()
     (shared / "run" / ".lock").write_text("id 17 on n1, SLURM job 55")
     slurm_says(shared, "55", job_line(55, "RUNNING", name="by-hand"))
     said = eyas("slurm", "submit", str(shared / "tiny.yaml"), code=2)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from eyas.heads.files import read_json, write_json
 from eyas.recipes import slurm_retry
-from tests.slurm_runs import eyas, job_line, recipe_settings, shared_folder, slurm_says, told
+from tests.slurm_runs import eyas, job_line, recipe_settings, shared_folder, slurm_says, stands, told
+
+LATER = "2999-01-01T00:00:00+00:00"
+"""After everything that a test submits."""
 
 
 @pytest.fixture
@@ -22,6 +25,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_status_shows_stage_steps_rate_time_left_and_logs(shared: Path) -> None:
     eyas("slurm", "submit", str(shared / "tiny.yaml"), "train.epochs=4", "train.batch_tokens=1000", "--stage", "train")
     run = shared / "run"
+    shutil.rmtree(run / "train")
     (run / "train.partial").mkdir()
     records = [
         {"step": 50, "epoch": 1.0, "tokens_per_second": 500.0},
@@ -41,17 +45,11 @@ def test_status_shows_stage_steps_rate_time_left_and_logs(shared: Path) -> None:
     assert "is no run directory" in eyas("slurm", "status", str(shared), code=2)
 
 
-def stands(folder: Path, **facts: Any) -> None:
-    """A stage that was finished long after everything."""
-    folder.mkdir(parents=True)
-    write_json(folder / "manifest.json", {"seconds": 12.0, "finished_at": "2999-01-01T00:00:00+00:00"} | facts)
-
-
 def test_status_of_what_is_done(shared: Path) -> None:
     eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "train", "--stage", "score")
     run = shared / "run"
-    stands(run / "train")
-    stands(run / "score-k3")
+    stands(run / "train", LATER)
+    stands(run / "score-k3", LATER)
     write_json(run / "train" / "heldout.json", {"heldout_tau": 1.9})
     record = {"step": 50, "epoch": 2.0, "tokens_per_second": 500.0, "heldout/tau": 1.75}
     (run / "train" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
@@ -77,7 +75,6 @@ def test_what_slurm_forgot_is_not_asked_about_again(shared: Path) -> None:
 
 
 def test_status_reads_the_recipe_that_was_submitted_last(shared: Path) -> None:
-    (shared / "run").mkdir()
     (shared / "run" / "recipe.yaml").write_text(yaml.safe_dump(recipe_settings(shared, name="older")))
     eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "train")
     assert eyas("slurm", "status", str(shared / "run")).startswith("tiny:")
@@ -87,7 +84,7 @@ def test_status_of_a_sweep(shared: Path) -> None:
     swept = recipe_settings(shared, sweep={"train.losses": [{"forward_kl": 1.0}, {"log_acceptance": 1.0}]})
     (shared / "tiny.yaml").write_text(yaml.safe_dump(swept))
     eyas("slurm", "submit", str(shared / "tiny.yaml"))
-    stands(shared / "run" / "sweep" / "1" / "train")
+    stands(shared / "run" / "sweep" / "1" / "train", LATER)
     said = eyas("slurm", "status", str(shared / "run"))
     assert "sweep/0 losses=forward_kl=1.0: not begun" in said
     assert "sweep/1 losses=log_acceptance=1.0: stands" in said

@@ -22,6 +22,7 @@ from eyas.recipes.sweep_table import write_table
 from eyas.slurm.site import Site
 from tests import tiny
 from tests.slurm_runs import eyas, options
+from tests.wandb_offline import inspected, offline_runs
 
 SWEEP = {"train.learning_rate": [1e-3, 2e-3], "head.draft_vocab_size": [64, 128]}
 
@@ -181,6 +182,7 @@ def test_the_command_trains_every_combination_and_writes_the_table(prepared: Pat
     values = recipe_of(prepared).model_dump(mode="json")
     values["train"] |= {"epochs": 1, "batch_tokens": 64, "precision": "fp32", "evaluate_every": 1000, "ttt_steps": 1}
     values["sweep"] = {"train.learning_rate": [1e-3, 5e-2]}
+    values["tracking"] |= {"trackers": ["wandb"], "mode": "offline"}
     path = tmp_path / "swept.yaml"
     path.write_text(yaml.safe_dump(values))
     result = CliRunner().invoke(app, ["sweep", str(path)])
@@ -190,6 +192,18 @@ def test_the_command_trains_every_combination_and_writes_the_table(prepared: Pat
     assert all(run["heldout_tau"] >= 1 for run in found["runs"])
     assert (prepared / "run" / "sweep" / "sweep.svg").read_text().startswith("<?xml")
     assert result.output.count("sweep ") >= 2
+    assert [_in_wandb(prepared / "run" / "sweep" / run) for run in "01"] == [
+        ("tiny", "tiny-learning_rate-0.001", 1e-3),
+        ("tiny", "tiny-learning_rate-0.05", 5e-2),
+    ]
+
+
+def _in_wandb(run_dir: Path) -> tuple[str, str, float]:
+    """Group, name and learning rate, as wandb's own reader finds them in the run that training left."""
+    (run,) = offline_runs(run_dir / "train")
+    described = next(row["run"] for row in inspected(run) if row["type"] == "run")
+    config = inspected(run, "--summary")[0]["config"]
+    return described["run_group"], described["display_name"], config["recipe"]["train"]["learning_rate"]
 
 
 def test_the_table_has_the_best_first_and_names_what_is_missing(tmp_path: Path) -> None:

@@ -121,9 +121,13 @@ def test_containers_begin_in_the_jobs_folder_and_have_the_home_that_is_asked_for
         assert pyxis.command(workdir="/w") == []
 
 
-def test_a_directive_that_sbatch_would_split_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"--partition: 'gpu --uid=0' cannot stand in an #SBATCH line"):
-        render(job(resources=Resources(partition="gpu --uid=0")))
+def test_a_directive_that_sbatch_would_split_is_quoted() -> None:
+    """As sbatch 22.05 reads it; a run directory with such a name is tested against it in test_slurm_real.py."""
+    asked = directives(render(job(chdir="""/a disk's/"b"\\c $HOME""", resources=Resources(partition="gpu --uid=0"))))
+    assert asked["chdir"] == '"' + r"""/a disk's/\"b\"\\c $HOME""" + '"'
+    assert asked["partition"] == '"gpu --uid=0"'
+    with pytest.raises(ValueError, match=r"--partition: 'gpu.n' cannot stand in an #SBATCH line"):
+        render(job(resources=Resources(partition="gpu\n")))
     with pytest.raises(ValueError, match="environment: 'A B' is no name"):
         render(job(environment={"A B": "1"}))
 
@@ -197,7 +201,8 @@ class Trial:
             values = self.environment | environment | own
             said = subprocess.run(words, env=values, capture_output=True, text=True, check=False)
             assert said.returncode == 0, said.stderr
-            found.append(json.loads(said.stdout.splitlines()[-1]))
+            heard = json.loads(said.stdout.splitlines()[-1])
+            found.append(heard if "alone" in heard else slurm_shims.met(**heard))
         return found
 
 
@@ -307,6 +312,25 @@ def test_scancel_is_no_requeue(trial: Trial, by: str | None) -> None:
     assert "saved at step 17, and the job is CANCELLED; not requeued" in said
 
 
+@pytest.mark.parametrize(
+    ("state", "lost", "code", "words"),
+    [
+        ("RUNNING", "1", 0, "eyas: a node was lost; requeued"),
+        ("RUNNING", "0", 1, "training ended with status 1"),
+        ("CANCELLED", "1", 1, "training ended with status 1"),
+    ],
+)
+def test_a_failure_because_a_node_is_lost_is_requeued(
+    trial: Trial, state: str, lost: str, code: int, words: str
+) -> None:
+    """The processes on the other nodes miss it before SLURM does."""
+    trial.slurm_says(f"JobState={state} PreemptTime=None")
+    trial.step("exit 1")
+    ended, said = trial.run(SHIM_LOST=lost)
+    assert (ended, trial.requeued) == (code, ["41"] if code == 0 else []), said
+    assert words in said
+
+
 def test_preempted_before_the_first_step_is_requeued(trial: Trial) -> None:
     trial.slurm_says("JobState=RUNNING PreemptTime=2026-11-30T14:00:00")
     trial.step("exit 1")
@@ -336,7 +360,8 @@ def test_a_signal_is_passed_on_until_the_step_ends(tmp_path: Path, template: Tem
     told, ready = Path(trial.environment["SHIM_TOLD"]), trial.run_dir / "ready"
     os.mkfifo(told)
     os.mkfifo(ready)
-    trial.step(f"echo up > {ready}; read -r < {told}; read -r < {told}; " + marker("SIGUSR2", 5) + "exit 1")
+    # Opened for both ways, so that a pipe whose writer is about to go is not read twice.
+    trial.step(f"exec 3<> {told}; echo up > {ready}; read -r -u 3; read -r -u 3; " + marker("SIGUSR2", 5) + "exit 1")
     array = {"SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "2"}
     with trial.start(**array) as process:
         assert ready.read_text() == "up\n"

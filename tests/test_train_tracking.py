@@ -31,6 +31,7 @@ from eyas.train.tracking import (
     read_metrics,
 )
 from eyas.train.wandb_tracker import restore_run_id, stored_run_id
+from tests.wandb_offline import inspected, offline_runs
 
 SETTINGS = TrackingSettings(
     kinds=("wandb",),
@@ -76,20 +77,6 @@ def log(tracker: Tracker, *, steps: range) -> None:
         tracker.log({"step": step, "kl_1": 1.0 / step})
         if step % 2 == 0:
             tracker.log({"step": step, "heldout/tau": 1.0 + step})
-
-
-def inspected(run: Path, *arguments: str) -> list[dict[str, Any]]:
-    """What wandb's own reader finds in an offline run."""
-    command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", *arguments, "--json", str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    if "--summary" in arguments:
-        return [json.loads(done.stdout)]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def offline_runs(run_dir: Path) -> list[Path]:
-    """In the order of their starts, which may lie in the same second."""
-    return sorted((run_dir / "wandb").glob("offline-run-*"), key=lambda path: path.stat().st_mtime_ns)
 
 
 # metrics.jsonl

@@ -1,0 +1,274 @@
+"""Extraction and training with a random target: its states go to disk as in a run, and a head is trained on them.
+
+The target has a preset's shapes and is made on the device; on disk are its configuration and the three pieces that
+training reads. So nothing of its size is written, and everything after loading is the code of a run.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from eyas.heads.config import HeadConfig
+from eyas.heads.files import write_json
+from eyas.heads.initialise import HeadStart
+from eyas.recipes.hardware import nominal_flops
+from eyas.train.data.tokens import SPLITS, Tokens, TokenWriter
+from eyas.train.features import extract as extract_module
+from eyas.train.features.encoding import StoreForm
+from eyas.train.features.extract import length_batches, padded
+from eyas.train.inputs import Offline, TrainedInputs
+from eyas.train.losses import TokenLoss
+from eyas.train.noise import FeatureNoise
+from eyas.train.objective import Losses
+from eyas.train.ready import Optimization, Precision
+from eyas.train.run import run_training
+from eyas.train.settings import LoopSettings
+from eyas.train.start import HeadPlan
+from eyas.train.tracking import METRICS_NAME, TrackingSettings, read_metrics
+from tests.benchmarks.train_cells import Cell, answer_mask, document_lengths
+
+FORM = StoreForm(storage="bfloat16", teacher="hidden", teacher_k=0, last_everywhere=False)
+HELDOUT_EVERY = 8
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """Seconds of the bare forward passes and of the extraction, on the same tokens; sizes in bytes.
+
+    Attributes:
+        flops: of the decoder's weights on all tokens, two per weight and token.
+    """
+
+    tokens: int
+    bare_seconds: float
+    seconds: float
+    store_bytes: int
+    memory_bytes: int
+    flops: float
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A training of some epochs; rates and losses from its metrics file, the first steps left out of rates."""
+
+    steps: int
+    first_loss: float
+    last_loss: float
+    tokens_per_second: float
+    share: float
+    share_of: str
+    memory_bytes: int
+    heldout_tau: float
+
+
+def random_target(directory: Path, config: HeadConfig, *, num_layers: int, device: torch.device) -> Any:
+    """A random Llama in bfloat16 for the heads of `config`; its configuration and pieces go into `directory`."""
+    llama = LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters=config.rope_parameters,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    with device:
+        model: Any = AutoModelForCausalLM.from_config(llama, dtype=torch.bfloat16).eval()
+    llama.save_pretrained(directory)
+    names = ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight")
+    weights = {name: model.get_parameter(name).detach().cpu().contiguous() for name in names}
+    save_file(weights, directory / "model.safetensors")
+    return model
+
+
+def write_tokens(directory: Path, cell: Cell) -> None:
+    """The documents of a cell as the prepare stage leaves them, one in eight held out."""
+    directory.mkdir()
+    writer = TokenWriter(directory)
+    rng = random.Random(cell.seed)
+    lengths = document_lengths(cell.tokens, mean=cell.document_tokens, rng=rng)
+    for index, length in enumerate(lengths):
+        split = SPLITS[index % HELDOUT_EVERY == HELDOUT_EVERY - 1]
+        ids = rng.choices(range(cell.config.vocab_size), k=length)
+        mask = answer_mask(length, share=cell.answer_share, rng=rng)
+        writer.add(split, name=str(index), token_ids=ids, answer_mask=mask)
+    writer.finish()
+    write_json(directory / "stop_tokens.json", [0])
+
+
+def extract(work: Path, cell: Cell, *, num_layers: int, batch_tokens: int, device: torch.device) -> Extracted:
+    """Make the target and the tokens in `work`, and run the target over them bare and as the extract stage.
+
+    The first of two passes of each kind warms up.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    model = random_target(work, cell.config, num_layers=num_layers, device=device)
+    write_tokens(work / "tokens", cell)
+    splits = [Tokens(work / "tokens", split=split) for split in SPLITS]
+    tokens = sum(int(split.lengths.sum()) for split in splits)
+    batches = [
+        padded([split[index][0] for index in batch])
+        for split in splits
+        for batch in length_batches(split.lengths.tolist(), batch_tokens=batch_tokens)
+    ]
+    bare = [_bare(model, batches, device=device) for _ in range(2)]
+    seconds = []
+    for _ in range(2):
+        shutil.rmtree(work / "features", ignore_errors=True)
+        seconds.append(_extract(work, cell, model, batch_tokens=batch_tokens))
+        for layer in model.get_decoder().layers:
+            layer._forward_hooks.clear()
+    store = sum(path.stat().st_size for path in (work / "features").glob("*.safetensors"))
+    weights = sum(parameter.numel() for parameter in model.get_decoder().layers.parameters())
+    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return Extracted(tokens, bare[-1], seconds[-1], store, memory, flops=2.0 * weights * tokens)
+
+
+@torch.inference_mode()
+def _bare(model: Any, batches: list[torch.Tensor], *, device: torch.device) -> float:
+    begin = time.perf_counter()
+    for token_ids_BT in batches:
+        model.model(input_ids=token_ids_BT.to(device), use_cache=False)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def _extract(work: Path, cell: Cell, model: Any, *, batch_tokens: int) -> float:
+    """Seconds of the extract stage from the tokens on disk to closed shards, the target being loaded."""
+    begin = time.perf_counter()
+    with mock.patch.object(extract_module, "load_target_model", return_value=model):
+        extract_module.extract(
+            work / "features",
+            tokens_dir=work / "tokens",
+            target_dir=work,
+            capture_layers=cell.config.capture_layers,
+            dtype="bfloat16",
+            form=FORM,
+            batch_tokens=batch_tokens,
+            threads=None,
+            device_map=None,
+            trust_remote_code=False,
+            generated_states=None,
+        )
+    return time.perf_counter() - begin
+
+
+def train(work: Path, cell: Cell, *, batch_tokens: int, epochs: int, precision: Precision) -> Trained:
+    """Train a head on what `extract` left in `work`, with the code of a run: loop, evaluation, checkpoint, final figures."""
+    out_dir = work / "train"
+    out_dir.mkdir()
+    counts = run_training(
+        out_dir,
+        inputs=TrainedInputs(
+            target_dir=work, tokens_dir=work / "tokens", features=Offline(features_dir=work / "features")
+        ),
+        plan=_plan(cell.config),
+        losses=Losses(token=TokenLoss()),
+        loop=replace(LOOP, batch_tokens=batch_tokens, epochs=epochs, ttt_steps=cell.ttt_steps),
+        optimization=OPTIMIZATION,
+        precision=precision,
+        threads=None,
+        tracking=TrackingSettings(name="gpu-check", config={}),
+        settings={},
+        facts={},
+        nominal_flops=nominal_flops,
+        trust_remote_code=False,
+        say=lambda _line: None,
+    )
+    return _trained([row for row in read_metrics(out_dir / METRICS_NAME) if "loss" in row], counts=counts)
+
+
+def _trained(rows: list[dict[str, Any]], *, counts: dict[str, Any]) -> Trained:
+    warm = rows[len(rows) // 2 :]
+    (share_of,) = {"mfu", "gemm_share"} & warm[0].keys()
+    means = {key: sum(row[key] for row in warm) / len(warm) for key in ("loss", "tokens_per_second", share_of)}
+    return Trained(
+        steps=counts["steps"],
+        first_loss=rows[0]["loss"],
+        last_loss=rows[-1]["loss"],
+        tokens_per_second=means["tokens_per_second"],
+        share=means[share_of],
+        share_of=share_of,
+        memory_bytes=int(rows[-1]["memory_bytes"]),
+        heldout_tau=counts["heldout_tau"],
+    )
+
+
+LEARNING_RATE = 1e-4
+LOOP = LoopSettings(
+    epochs=1,
+    batch_tokens=1,
+    pack_tokens=None,
+    ttt_steps=3,
+    ttt_warmup_share=0.0,
+    step_decay=0.8,
+    learning_rate=LEARNING_RATE,
+    warmup_share=0.1,
+    schedule="constant",
+    decay_share=0.2,
+    final_share=0.05,
+    noise=FeatureNoise(kind="none", width=0.2),
+    ema_decay=None,
+    evaluate_every=1_000_000,
+    evaluate_conversations=4,
+    stop_after_evaluations=None,
+    max_skipped_steps=0,
+    checkpoint_every=1_000_000,
+    keep_checkpoints=1,
+    log_every=1,
+    chain_length=3,
+    seed=0,
+)
+"""Epochs, tokens of a step and TTT steps are those of the check."""
+OPTIMIZATION = Optimization(
+    kind="adamw",
+    learning_rate=LEARNING_RATE,
+    muon_learning_rate=LEARNING_RATE,
+    betas=(0.9, 0.95),
+    weight_decay=0.0,
+    max_grad_norm=1.0,
+    max_grad_value=None,
+)
+
+
+def _plan(config: HeadConfig) -> HeadPlan:
+    """An EAGLE-3 head of the target's sizes. Its layer starts at random: the target's layers are not on disk."""
+    return HeadPlan(
+        kind="eagle3",
+        layer="llama",
+        num_layers=1,
+        hidden_size=None,
+        intermediate_size=None,
+        num_attention_heads=None,
+        num_key_value_heads=None,
+        head_dim=None,
+        attention_bias=False,
+        sliding_window=None,
+        norm_before_residual=False,
+        norm_before_fc=False,
+        fc_norm=False,
+        norm_output=False,
+        fc_bias=False,
+        draft_vocab_size=config.draft_vocab_size,
+        draft_coverage=0.97,
+        vocabulary="data",
+        start=HeadStart(layer="random"),
+        init_head=None,
+    )
