@@ -53,8 +53,9 @@ class TargetChat:
         from transformers import AutoTokenizer
 
         try:
+            # Beside a tekken.json transformers takes Mistral's own tokenizer, which knows of no chat template.
             self.tokenizer: Any = AutoTokenizer.from_pretrained(
-                target_dir, local_files_only=True, trust_remote_code=trust_remote_code
+                target_dir, local_files_only=True, trust_remote_code=trust_remote_code, mistral_format=False
             )
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"the target {target_dir} has no tokenizer that transformers can load: {error}") from error
@@ -65,6 +66,11 @@ class TargetChat:
         self.stop_token_ids = _stop_token_ids(target_dir, tokenizer_eos=self.tokenizer.eos_token_id)
         self._vocab_size = max(len(self.tokenizer), _embedded_tokens(target_dir))
         self._template = ChatTemplate(self.tokenizer, options=template_options or {})
+
+    @property
+    def prints_today(self) -> bool:
+        """Whether the template prints today's date, so that prompts of another day are others."""
+        return self._template.prints_today
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, special tokens recognised and none added."""

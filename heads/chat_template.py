@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +15,9 @@ MARK = "\N{OBJECT REPLACEMENT CHARACTER}mark\N{OBJECT REPLACEMENT CHARACTER}"
 """Stands for a turn's text where only what the template puts around it matters."""
 
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
+_TODAY = "strftime_now"
+"""The function that templates ask for today's date (gpt-oss, Mistral)."""
+
 _RESERVED = {
     "messages",
     "tools",
@@ -33,10 +37,10 @@ class ChatTemplate:
 
     Args:
         options: variables of the template, such as `{"enable_thinking": False}`; those that serve this target are the
-            right ones.
+            right ones. `strftime_now` is a day, such as "2026-11-30", that the template takes for today.
 
     Raises:
-        ValueError: an option that the template does not read, or one that is not for the user to set.
+        ValueError: an option that the template does not read, one that is not for the user to set, or no day.
     """
 
     def __init__(self, tokenizer: Any, *, options: Mapping[str, Any]) -> None:
@@ -51,6 +55,8 @@ class ChatTemplate:
                     f"data.template_options.{name} has no effect: the target's chat template does not read it; remove "
                     "it, or check its spelling"
                 )
+        if _TODAY in options:
+            self._options[_TODAY] = _clock_at(options[_TODAY])
 
     def render(
         self,
@@ -79,6 +85,19 @@ class ChatTemplate:
             )
         except Exception as error:  # templates raise whatever their author chose
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
+
+    @property
+    def prints_today(self) -> bool:
+        """Whether the template prints today's date, and no option fixes it."""
+        if _TODAY in self._options or _TODAY not in self._facts(None).variables:
+            return False
+        asked = [{"role": "user", "content": "x"}]
+        days = [{_TODAY: _clock_at(day)} for day in ("2001-01-01", "2022-12-31")]
+        try:
+            first, other = (self.render(asked, tools=None, generation_prompt=True, options=day) for day in days)
+        except ValueError:  # not so short a conversation
+            return True
+        return first != other
 
     def generation_prompts(self, messages: Sequence[Message], *, tools: Tools) -> list[str]:
         """The text before the next answer in every mode of serving: as the options say, with and without thinking.
@@ -158,3 +177,15 @@ class ChatTemplate:
 
     def _facts(self, tools: Tools) -> TemplateFacts:
         return template_facts(self._tokenizer.get_chat_template(tools=tools))
+
+
+def _clock_at(day: Any) -> Callable[[str], str]:
+    """What `strftime_now` is in a template for which it is always that day."""
+    try:
+        today = date.fromisoformat(day)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"data.template_options.{_TODAY}={day!r} is no day; the template prints today's date by it: write a day in "
+            "quotes, such as '2026-11-30'"
+        ) from error
+    return today.strftime

@@ -5,37 +5,46 @@ Without a connection, or with HF_HUB_OFFLINE=1, what the cache holds is used, if
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 from eyas.heads.files import read_json
 
 DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")
 WEIGHTS = "*.safetensors"
-OTHER_FORMS = ("original/*", "metal/*", "onnx/*", "consolidated*", "params.json")
-"""The same weights in other forms, which would be downloaded for nothing. Beside Mistral's own params.json and consolidated
-weights vLLM reads those and not the ones that a head was trained on."""
+OTHER_FORMS = ("original/*", "metal/*", "onnx/*", "consolidated*", "params.json", "tekken.json")
+"""The same target in other forms, which would be downloaded for nothing. Beside Mistral's own params.json, consolidated weights
+and tekken.json vLLM and transformers read those and not what a head was trained on."""
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
+"""Why a file cannot be written here, whatever the hub does."""
+
+
+class HubUnavailable(ValueError):
+    """A model that is neither to be had from the hub now nor whole in the cache."""
 
 
 def fetch_target(model: str, *, revision: str | None, weights: bool) -> Path:
     """Snapshot of a hub model in the cache, fetched as far as it is not there.
 
     Raises:
-        ValueError: missing, gated, out of reach or incomplete; the message says what to do.
+        HubUnavailable: missing, gated, out of reach, incomplete, or no room for it; the message says what to do.
     """
+    from httpx2 import HTTPError
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HFValidationError
 
     patterns = [*DESCRIPTION, *([WEIGHTS] if weights else [])]
     try:
         snapshot = snapshot_download(
             model, revision=revision, allow_patterns=patterns, ignore_patterns=list(OTHER_FORMS)
         )
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise ValueError(_explain(error, model=model, revision=revision)) from error
+    except (HTTPError, HFValidationError, OSError) as error:  # HTTPError: a connection that broke, too
+        raise HubUnavailable(_explain(error, model=model, revision=revision)) from error
     directory = Path(snapshot)
     missing = _missing(directory, weights=weights)
     if missing:
-        raise ValueError(
+        raise HubUnavailable(
             f"target.model: {model}: its files in {directory} lack {', '.join(missing)}; run once with a connection to the "
             "hub to fetch the rest (a model without a config.json or without safetensors weights cannot be a target)"
         )
@@ -72,6 +81,11 @@ def _explain(error: Exception, *, model: str, revision: str | None) -> str:
     if isinstance(error, errors.HFValidationError):
         return (
             f"target.model: {model!r} is no hub id ({_first_line(error)}); write org/name, or a directory that is there"
+        )
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return (
+            f"target.model: {model} cannot be written to the cache {constants.HF_HUB_CACHE} ({error.strerror}); make room, or "
+            f"set HF_HOME to another disk, {by_hand}"
         )
     if constants.HF_HUB_OFFLINE:
         return (

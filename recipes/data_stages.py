@@ -118,7 +118,16 @@ def prepare_stage(run: Run) -> Stage:
         )
 
     inputs = {"target": run.target_fingerprint, "conversations": fingerprint_file(run.conversations)}
-    return Stage(name="prepare", settings=prepare_settings(run), inputs=inputs, body=body)
+    return Stage(name="prepare", settings=prepare_settings(run), inputs=inputs, body=body, describe=_prepared_lines)
+
+
+def _prepared_lines(counts: dict[str, Any]) -> list[str]:
+    if not counts.get("template_prints_today"):  # not counted by an earlier version
+        return []
+    return [
+        "the chat template prints today's date: on another day scoring has other prompts than training had, and so has a run that "
+        "goes on; fix it with data.template_options.strftime_now='2026-11-30', or the variable that the template reads"
+    ]
 
 
 def prepare_settings(run: Run) -> dict[str, Any]:

@@ -77,11 +77,56 @@ def training_flops(
     return epochs * (tokens.total * per_token + tokens.answers * per_answer)
 
 
-def generation_seconds(answers: int, *, target: TargetSize, hardware: Hardware, devices: int, batch_size: int) -> float:
-    """Seconds of decoding: a step reads all weights once for its batch, or computes, whichever takes longer."""
-    read = target.served_bytes / (hardware.bandwidth * GENERATE_SHARE)
-    compute = batch_size * 2.0 * target.active_parameters / (hardware.flops * GENERATE_SHARE)
-    return answers / batch_size * max(read, compute) / devices
+def cached_bytes(target: TargetSize, *, dtype: str) -> int:
+    """Bytes of a token's keys and values in all layers, each taken to attend to everything before it."""
+    return 2 * target.num_layers * target.num_kv_heads * target.head_dim * DTYPES[dtype].itemsize
+
+
+def decoding_batch(
+    tokens: Tokens,
+    *,
+    target: TargetSize,
+    dtype: str,
+    mean_length: float,
+    batch_size: int,
+    room: float,
+) -> tuple[float, float]:
+    """Sequences that an engine decodes at a time, at most `batch_size`, and the bytes that each reads in a step.
+
+    Args:
+        room: bytes of memory that the engine has for weights, keys and values, on all its devices.
+    """
+    context = mean_length * (1 - tokens.answer_share / 2)  # of an answer's middle, the prompts before it
+    each = context * cached_bytes(target, dtype=dtype)
+    fitting = (room - target.served_bytes(dtype)) // each
+    return min(batch_size, max(1.0, fitting)), each
+
+
+def generation_seconds(
+    tokens: Tokens,
+    *,
+    target: TargetSize,
+    dtype: str,
+    mean_length: float,
+    batch_size: int,
+    hardware: Hardware,
+    devices: int,
+    memory_share: float,
+) -> float:
+    """Seconds in which one engine on `devices` devices writes all answers.
+
+    A step of decoding reads all weights, and the keys and values of its batch, or computes, whichever takes longer. What
+    is no answer is computed once: the prefix cache is taken to keep it between the turns of a conversation.
+    """
+    room = devices * hardware.memory * memory_share
+    running, each = decoding_batch(
+        tokens, target=target, dtype=dtype, mean_length=mean_length, batch_size=batch_size, room=room
+    )
+    bandwidth, flops = devices * hardware.bandwidth, devices * hardware.flops
+    read = (target.served_bytes(dtype) + running * each) / (bandwidth * GENERATE_SHARE)
+    compute = running * 2.0 * target.active_parameters / (flops * GENERATE_SHARE)
+    prompts = (tokens.total - tokens.answers) * 2.0 * target.active_parameters / (flops * EXTRACT_SHARE)
+    return tokens.answers / running * max(read, compute) + prompts
 
 
 def extraction_memory(
@@ -94,8 +139,8 @@ def extraction_memory(
 
 def serving_memory(target: TargetSize, *, dtype: str, max_length: int, sequences: int, devices: int) -> float:
     """Bytes per device that vLLM needs at least: weights, and a KV cache for so many sequences of that length."""
-    cached = 2 * target.num_layers * target.num_kv_heads * target.head_dim * DTYPES[dtype].itemsize
-    return (target.served_bytes + sequences * max_length * cached) / devices
+    cached = sequences * max_length * cached_bytes(target, dtype=dtype)
+    return (target.served_bytes(dtype) + cached) / devices
 
 
 def vllm_memory(

@@ -5,6 +5,7 @@ Batch sizes and servers are left out of `settings`: they decide how fast an answ
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from eyas.recipes.stage import Stage, without
 from eyas.recipes.train_stages import captured_layers
 
 if TYPE_CHECKING:
+    from eyas.train.data.dialogues import Sampling
+    from eyas.train.data.regenerate import TokenLimit
     from eyas.train.data.user_turns import UserTurnSettings
 
 SYNTHESISED = "prompts.jsonl"
@@ -64,30 +67,47 @@ def _user_turns(run: Run) -> UserTurnSettings:
     )
 
 
+def _sampling(run: Run) -> Sampling:
+    from eyas.train.data.dialogues import Sampling
+
+    generation = run.recipe.data.generation
+    temperature = generation.temperature
+    return Sampling(
+        temperatures=temperature if isinstance(temperature, tuple) else (temperature,),
+        heldout_temperature=generation.heldout_temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k or 0,
+        min_p=generation.min_p,
+        max_tokens=generation.max_tokens,
+        max_model_len=generation_length(run),
+        max_repeated_share=generation.max_repeated_8gram_share,
+        truncated=generation.truncated,
+        seed=generation.seed,
+    )
+
+
+def _limit(run: Run) -> TokenLimit | None:
+    """Where the answers stop: what is not trained on need not be made."""
+    from eyas.train.data.cut import Cut
+    from eyas.train.data.regenerate import TokenLimit
+
+    data = run.recipe.data
+    if data.max_train_tokens is None:
+        return None
+    cut = Cut(max_length=data.max_length, too_long=data.too_long)
+    return TokenLimit(tokens=data.max_train_tokens, cut=cut, seed=run.recipe.seed)
+
+
 def regenerate_stage(run: Run) -> Stage:
     """The target answers every assistant turn anew, in vLLM or on servers."""
     data, generation = run.recipe.data, run.recipe.data.generation
     collected = run.directory("collect")
 
     def body(out_dir: Path) -> dict[str, Any]:
-        from eyas.train.data.dialogues import Sampling
         from eyas.train.data.follow_ups import FollowUps
         from eyas.train.data.regenerate import regenerate
 
         chat = target_chat(run)
-        temperature = generation.temperature
-        sampling = Sampling(
-            temperatures=temperature if isinstance(temperature, tuple) else (temperature,),
-            heldout_temperature=generation.heldout_temperature,
-            top_p=generation.top_p,
-            top_k=generation.top_k or 0,
-            min_p=generation.min_p,
-            max_tokens=generation.max_tokens,
-            max_model_len=generation_length(run),
-            max_repeated_share=generation.max_repeated_8gram_share,
-            truncated=generation.truncated,
-            seed=generation.seed,
-        )
         follow_ups = FollowUps(
             count=generation.follow_ups,
             user_turns=_user_turns(run),
@@ -101,8 +121,9 @@ def regenerate_stage(run: Run) -> Stage:
                 conversations=collected / CONVERSATIONS_FILE,
                 chat=chat,
                 generate=generate,
-                sampling=sampling,
+                sampling=_sampling(run),
                 follow_ups=follow_ups if generation.follow_ups else None,
+                limit=_limit(run),
                 on_bad_line=data.on_bad_line,
             )
 
@@ -121,6 +142,7 @@ def regenerate_stage(run: Run) -> Stage:
         "user_turns": data.self_prompts.model_dump(mode="json") if generation.follow_ups else None,
         "engine": engine_settings(run),
         "guard": data.guard.model_dump(mode="json", include={"enabled", "ngram"}) if generation.follow_ups else None,
+        "limit": None if (limit := _limit(run)) is None else asdict(limit),
     }
     inputs = {
         "target": run.target_fingerprint,
@@ -135,6 +157,7 @@ def _describe_answers(counts: dict[str, Any]) -> list[str]:
     return [
         f"{counts['conversations']} conversations answered, {counts['answer_tokens']} answer tokens"
         + (f"; ended early or dropped: {dropped}" if dropped else "")
+        + (f"; {left} not asked: data.max_train_tokens is reached" if (left := counts.get("not_needed")) else "")
     ]
 
 

@@ -23,13 +23,18 @@ def gib(num_bytes: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One device: dense matrix products per second, memory in bytes, and bytes per second from it."""
+    """One device: dense matrix products per second, memory in bytes, and bytes per second from it.
+
+    Attributes:
+        cpu: a CPU and its memory, of which vLLM takes what the recipe tells it and no share.
+    """
 
     name: str
     flops: float
     memory: float
     bandwidth: float
     measured: bool = False
+    cpu: bool = False
 
 
 def _gpu(name: str, *, tflops: float, gigabytes: float, terabytes_per_second: float) -> Hardware:
@@ -107,6 +112,7 @@ def measure_here(*, dtype: str) -> Hardware:
         memory=memory,
         bandwidth=2 * matrix.numel() * matrix.element_size() * copies,
         measured=True,
+        cpu=not cuda,
     )
 
 

@@ -8,7 +8,7 @@ from eyas.recipes.load import package_folder
 
 
 def packaged_targets() -> dict[str, Path]:
-    """Hub id -> directory with the published config.json, and nothing else."""
+    """Hub id -> directory with a copy of the config.json, and nothing else."""
     folder = package_folder() / "targets"
     return {path.parent.name.replace("--", "/"): path.parent for path in sorted(folder.glob("*/config.json"))}
 

@@ -9,7 +9,6 @@ from eyas.recipes.disk import free_bytes
 from eyas.recipes.estimate_tokens import TokenEstimate, estimate_tokens
 from eyas.recipes.fitting import fit_line, steps_of
 from eyas.recipes.hardware import Hardware, gib
-from eyas.recipes.packaged_targets import is_packaged
 from eyas.recipes.plan_facts import PlanFacts
 from eyas.recipes.run import Run, plan_run, stage_names
 from eyas.recipes.schema import Recipe
@@ -56,20 +55,16 @@ def make_plan(recipe: Recipe, *, options: PlanOptions) -> Plan:
         *_target_lines(run, size),
         f"stages:         {', '.join(_stage_word(run, name) for name in names)}",
     ]
-    refusal = None
-    if "train" in names:
-        found = estimate_tokens(run, tokens=options.tokens, answer_share=options.answer_share)
-        facts = PlanFacts(run=run, size=size, found=found)
+    trains, refusal = "train" in names, None
+    found = estimate_tokens(run, tokens=options.tokens, answer_share=options.answer_share) if trains else None
+    facts = PlanFacts(run=run, size=size, found=found)
+    if trains:
         refusal = _refusal(facts)
         lines += [*_token_lines(found), *_store_lines(facts), *_memory_lines(facts, devices=options.devices)]
-        lines += _time_lines(facts, options=options)
     else:
         head = recipe.score.head if recipe.score.draft_lengths else None
         lines.append(f"head:           {'none, only other arms' if head is None else f'{head}, as it is'}")
-    lines.append(
-        f"score memory:   {gib(size.served_bytes)} weights + {recipe.score.kv_cache_gib} GiB KV cache (CPU) + the head, "
-        "per engine; one engine at a time"
-    )
+    lines += [*_score_lines(facts), *_time_lines(facts, options=options), *_fit_lines(facts, options, trains=trains)]
     return Plan(lines=lines, refusal=refusal)
 
 
@@ -79,11 +74,12 @@ def _target_lines(run: Run, size: TargetSize) -> list[str]:
         f"target:         {model}: {size.parameters / 1e9:.3g} billion parameters, {gib(size.weight_bytes)} "
         f"in {run.recipe.features.dtype}"
     ]
-    if size.served_bytes < size.weight_bytes:
-        lines[0] += f", {gib(size.served_bytes)} as published (MXFP4)"
-    if is_packaged(run.target_dir):
+    served = size.served_bytes(run.recipe.features.dtype)
+    if served < size.weight_bytes:
+        lines[0] += f", {gib(served)} as published (MXFP4)"
+    if run.not_the_target is not None:
         lines.append(
-            f"{INDENT}its config comes with eyas, because the hub did not give it; a run needs the model itself"
+            f"{INDENT}a copy of its config comes with eyas; a run needs the model itself. {run.not_the_target}"
         )
     return lines
 
@@ -140,7 +136,7 @@ def _refusal(facts: PlanFacts) -> str | None:
         return None
     return (
         f"the disk of {existing} has {gib(free)} free and the run needs {gib(needed)}; set run_dir=... to a larger one, "
-        "features.storage=fp8, features.teacher=top-k, features.mode=online, or lower data.max_train_tokens"
+        "features.storage=fp8, features.teacher=top-k, features.mode=online with features.backend=hf, or lower data.max_train_tokens"
     )
 
 
@@ -156,6 +152,15 @@ def _memory_lines(facts: PlanFacts, *, devices: int) -> list[str]:
         f"train disk:     {bound}{gib(facts.checkpoint_bytes(most))} (checkpoints and the head)",
         f"train memory:   {bound}about {gib(facts.training_memory())} per process (16 bytes per trained parameter; "
         f"the target's lm_head; activations of a pack{target})",
+    ]
+
+
+def _score_lines(facts: PlanFacts) -> list[str]:
+    score = facts.run.recipe.score
+    return [
+        f"score memory:   about {gib(facts.serving_memory())} per GPU (weights, the head, keys and values of "
+        f"{max(score.batch_sizes)} requests of {score.max_model_len:,} tokens), {gib(facts.cpu_serving_memory())} on a CPU; "
+        "one engine at a time"
     ]
 
 
@@ -176,11 +181,34 @@ def _time_lines(facts: PlanFacts, *, options: PlanOptions) -> list[str]:
         *lines,
         f"time:           {', '.join(f'{name} {_duration(value)}' for name, value in spent.items())} on {devices} x "
         f"{hardware.name}",
+        *_side_by_side(facts, hardware=hardware, devices=devices),
         f"{INDENT}at {hardware.flops / 1e12:.3g} TFLOP/s ({kind}); assumed shares of it: extract "
-        f"{estimate.EXTRACT_SHARE:g}, train {estimate.TRAIN_SHARE:g}{decoding}. Scoring depends on the protocol and is "
-        "not in it.",
-        *(INDENT + fit_line(facts, step, hardware=hardware) for step in steps_of(facts, devices=devices)),
+        f"{estimate.EXTRACT_SHARE:g}, train {estimate.TRAIN_SHARE:g}{decoding}. Conversations are taken to have "
+        f"{facts.found.mean_length:,.0f} tokens{', the most they may have' if facts.found.at_most else ''}. Scoring "
+        "depends on the protocol and is not in it.",
     ]
+
+
+def _side_by_side(facts: PlanFacts, *, hardware: Hardware, devices: int) -> list[str]:
+    """What the times divide by, where one command alone does not."""
+    data, parts = facts.run.recipe.data, []
+    engines, tasks = facts.answering_engines(devices=devices), facts.extracting_tasks(devices=devices)
+    if data.regenerate and engines > 1:
+        alone = _duration(facts.answering_hours(hardware=hardware))
+        parts.append(f"{engines} engines answer (data.generation.servers.urls; one takes {alone})")
+    if facts.run.recipe.features.mode == "offline" and tasks > 1:
+        alone = _duration(facts.extracting_hours(hardware=hardware))
+        parts.append(f"{tasks} tasks extract (--part or --extract-tasks {tasks}; one takes {alone})")
+    return [f"side by side:   {', '.join(parts)}"] if parts else []
+
+
+def _fit_lines(facts: PlanFacts, options: PlanOptions, *, trains: bool) -> list[str]:
+    """Whether each step has the memory it needs, when the hardware is named."""
+    hardware, devices = options.hardware, options.devices
+    if hardware is None:
+        return []
+    steps = steps_of(facts, hardware=hardware, devices=devices, trains=trains)
+    return [INDENT + fit_line(facts, step, hardware=hardware, devices=devices) for step in steps]
 
 
 def _duration(hours: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from eyas.heads.config import DEFAULT_CAPTURED
 from eyas.heads.target import DTYPES
@@ -11,13 +12,18 @@ from eyas.recipes import estimate
 from eyas.recipes.estimate import HeadSize
 from eyas.recipes.estimate_tokens import TokenEstimate
 from eyas.recipes.feature_stage import extract_settings
-from eyas.recipes.hardware import Hardware
+from eyas.recipes.generation import generation_dtype, generation_length
+from eyas.recipes.hardware import GIB, Hardware
 from eyas.recipes.run import Run
+from eyas.recipes.section import DType
 from eyas.recipes.stage import MANIFEST, read_manifest
 from eyas.recipes.store_form import store_form
 from eyas.recipes.target_size import TargetSize
 from eyas.recipes.train_stages import captured_layers, head_sizes
 from eyas.train.features.encoding import StoreForm, bytes_per_token
+
+TARGET_WHILE_TRAINING = "target while training"
+"""What the hours of the target's passes are called where there is no stage of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +86,12 @@ class PlanFacts:
 
     def generation_memory(self) -> float:
         """Bytes per device while the target answers, one conversation at a time at least: the engine queues what has no room."""
-        recipe = self.run.recipe
         return estimate.serving_memory(
             self.size,
-            dtype=recipe.data.generation.dtype or recipe.features.dtype,
-            max_length=recipe.data.generation.max_model_len or recipe.score.max_model_len,
+            dtype=generation_dtype(self.run),
+            max_length=generation_length(self.run),
             sequences=1,
-            devices=recipe.data.generation.tensor_parallel_size,
+            devices=self.run.recipe.data.generation.tensor_parallel_size,
         )
 
     def extraction_memory(self, *, devices: int) -> float:
@@ -113,14 +118,36 @@ class PlanFacts:
     def serving_memory(self) -> float:
         """Bytes per GPU while an engine of the measurement serves its largest batch with the head."""
         score = self.run.recipe.score
+        return self._scored_memory(dtype=score.dtype, sequences=max(score.batch_sizes))
+
+    def lossless_memory(self) -> float:
+        """As `serving_memory`, of the engines whose outputs are compared, one request at a time at least."""
+        return self._scored_memory(dtype=self.run.recipe.score.lossless.dtype, sequences=1)
+
+    def cpu_serving_memory(self) -> float:
+        """Bytes of an engine of the measurement on a CPU, where the recipe says how large its cache is."""
+        score = self.run.recipe.score
+        return self.size.served_bytes(score.dtype) + self._head_bytes(score.dtype) + score.kv_cache_gib * GIB
+
+    def _scored_memory(self, *, dtype: DType, sequences: int) -> float:
+        score = self.run.recipe.score
         target = estimate.serving_memory(
             self.size,
-            dtype=score.dtype,
+            dtype=dtype,
             max_length=score.max_model_len,
-            sequences=max(score.batch_sizes),
+            sequences=sequences,
             devices=score.tensor_parallel_size,
         )
-        return target + self.heads[1].total * DTYPES[score.dtype].itemsize
+        return target + self._head_bytes(dtype)
+
+    def _head_bytes(self, dtype: DType) -> int:
+        """Bytes of the head that is served: the one that is trained, or that of `score.head` as far as it is here."""
+        score = self.run.recipe.score
+        if not score.draft_lengths:
+            return 0
+        if score.head is None:
+            return self.heads[1].total * DTYPES[dtype].itemsize
+        return sum(path.stat().st_size for path in Path(score.head).expanduser().glob("*.safetensors"))
 
     def training_memory(self) -> float:
         """Bytes per process while the head is trained; with the target, where it runs on the same device."""
@@ -162,24 +189,48 @@ class PlanFacts:
             mean_steps=train.ttt_warmup_share + (1 - train.ttt_warmup_share) * train.ttt_steps,
         )
 
-    def hours(self, *, hardware: Hardware, devices: int) -> dict[str, float]:
-        """Hours of each stage that is proportional to tokens."""
+    def answering_engines(self, *, devices: int) -> int:
+        """Engines that answer at the same time: the servers, or as many as `devices` devices have room for."""
+        generation = self.run.recipe.data.generation
+        return len(generation.servers.urls) or max(1, devices // generation.tensor_parallel_size)
+
+    def extracting_tasks(self, *, devices: int) -> int:
+        """Extractions that run at the same time on `devices` devices, each a part."""
+        features = self.run.recipe.features
+        spread = features.backend == "hf" and features.device_map == "auto"
+        return 1 if spread else max(1, devices // features.tensor_parallel_size)
+
+    def answering_hours(self, *, hardware: Hardware) -> float:
+        """Hours in which one engine writes all answers."""
         assert self.found is not None
+        generation = self.run.recipe.data.generation
+        servers = generation.servers
+        seconds = estimate.generation_seconds(
+            self.found.tokens,
+            target=self.size,
+            dtype=generation_dtype(self.run),
+            mean_length=self.found.mean_length,
+            batch_size=servers.concurrency if servers.urls else generation.batch_size,
+            hardware=hardware,
+            devices=generation.tensor_parallel_size,
+            memory_share=generation.gpu_memory_utilization,
+        )
+        return seconds / estimate.HOUR
+
+    def extracting_hours(self, *, hardware: Hardware) -> float:
+        """Hours in which one task makes all features, or, online, one device all passes of the target."""
+        devices = self.run.recipe.features.tensor_parallel_size
+        return estimate.hours(self.extraction_flops(), hardware=hardware, devices=devices, share=estimate.EXTRACT_SHARE)
+
+    def hours(self, *, hardware: Hardware, devices: int) -> dict[str, float]:
+        """Hours of each stage that is proportional to tokens, its engines and tasks all at work on `devices` devices."""
+        training = estimate.hours(self.training_flops(), hardware=hardware, devices=devices, share=estimate.TRAIN_SHARE)
+        passes = "extract" if self.run.recipe.features.mode == "offline" else TARGET_WHILE_TRAINING
         spent = {
-            "extract": estimate.hours(
-                self.extraction_flops(), hardware=hardware, devices=devices, share=estimate.EXTRACT_SHARE
-            ),
-            "train": estimate.hours(
-                self.training_flops(), hardware=hardware, devices=devices, share=estimate.TRAIN_SHARE
-            ),
+            passes: self.extracting_hours(hardware=hardware) / self.extracting_tasks(devices=devices),
+            "train": training,
         }
         if not self.run.recipe.data.regenerate:
             return spent
-        seconds = estimate.generation_seconds(
-            self.found.tokens.answers,
-            target=self.size,
-            hardware=hardware,
-            devices=devices,
-            batch_size=self.run.recipe.data.generation.batch_size,
-        )
-        return {"regenerate": seconds / estimate.HOUR, **spent}
+        answering = self.answering_hours(hardware=hardware) / self.answering_engines(devices=devices)
+        return {"regenerate": answering, **spent}

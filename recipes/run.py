@@ -20,12 +20,17 @@ STATES_DIRECTORY = "states"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A recipe with everything that is known before its first stage."""
+    """A recipe with everything that is known before its first stage.
+
+    Attributes:
+        not_the_target: why `target_dir` is a packaged config and not the target itself; None where it is the target.
+    """
 
     recipe: Recipe
     run_dir: Path
     target_dir: Path
     target_fingerprint: str
+    not_the_target: str | None = None
 
     def directory(self, stage: str) -> Path:
         """Where a stage's files lie; the extract stage is named after what it makes.
@@ -100,18 +105,25 @@ def open_run(recipe: Recipe) -> Run:
 def plan_run(recipe: Recipe) -> Run:
     """A run as far as it is known without weights: of a hub target only config and tokenizer are fetched. Where the hub
     cannot be asked, the config of a well-known target comes from the package."""
+    from eyas.heads.hub import HubUnavailable
     from eyas.heads.target_source import cache_root, resolve_target
     from eyas.recipes.packaged_targets import packaged_targets
 
-    target = recipe.target
+    target, reason = recipe.target, None
     try:
         directory = resolve_target(target.model, revision=target.revision, cache_dir=cache_root(), weights=False)
-    except ValueError:
+    except HubUnavailable as error:
         packaged = packaged_targets().get(target.model)
         if packaged is None or target.revision is not None:
             raise
-        directory = packaged
-    return Run(recipe=recipe, run_dir=recipe.run_directory, target_dir=directory, target_fingerprint="unknown")
+        directory, reason = packaged, str(error)
+    return Run(
+        recipe=recipe,
+        run_dir=recipe.run_directory,
+        target_dir=directory,
+        target_fingerprint="unknown",
+        not_the_target=reason,
+    )
 
 
 def available_cores() -> int:

@@ -183,7 +183,11 @@ class Data(Section):
     )
     max_length: int = Field(default=512, ge=MIN_MAX_LENGTH, description="tokens of a conversation at most")
     too_long: Literal["cut", "drop"] = Field(default="cut", description="what happens to longer conversations")
-    max_train_tokens: int | None = Field(default=None, gt=0, description="tokens to train on; null = all there are")
+    max_train_tokens: int | None = Field(
+        default=None,
+        gt=0,
+        description="tokens to train on, and no more to answer with regenerate; null = all there are",
+    )
     on_bad_line: Literal["stop", "skip"] = Field(
         default="stop", description="a broken record ends the run, or is counted and left out"
     )

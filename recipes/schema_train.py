@@ -83,7 +83,9 @@ class Train(Section):
     evaluate_conversations: int = Field(default=32, gt=0, description="held-out conversations of one evaluation")
     chain_length: int = Field(default=3, ge=1, description="drafted tokens k of the held-out tau")
     stop_after_evaluations: int | None = Field(
-        default=None, gt=0, description="stop when so many evaluations in a row brought no better tau; null = never"
+        default=None,
+        gt=0,
+        description="stop when so many evaluations in a row, after the TTT warm-up, brought no better tau; null = never",
     )
     max_skipped_steps: int = Field(
         default=10, ge=0, description="steps with a loss or gradient that is not finite are skipped; stop after so many"

@@ -104,34 +104,56 @@ def with_dependency(link: Link, *, ids: Mapping[str, str]) -> Job:
     return replace(link.job, dependency=f"{link.condition}:{plain_id(ids[link.after])}")
 
 
+def generates_data(recipe: Recipe) -> bool:
+    """Whether the target itself writes prompts or answers before the token ids are made."""
+    return recipe.data.regenerate or bool(recipe.data.self_prompts.count)
+
+
+def answering_gpus(recipe: Recipe) -> int:
+    """GPUs that the data stages can use: those of one engine, where the target writes and no server does it."""
+    generation = recipe.data.generation
+    return generation.tensor_parallel_size if generates_data(recipe) and not generation.servers.urls else 0
+
+
+def extracting_gpus(recipe: Recipe) -> int | None:
+    """GPUs that one extraction can use: those of its engine, or all of the node that transformers spreads over (None)."""
+    return None if recipe.features.device_map == "auto" else recipe.features.tensor_parallel_size
+
+
 def _jobs(recipe: Recipe, recipe_path: Path, *, stage: str, site: Site, options: Options) -> dict[str, Job]:
     """The jobs of one stage by name."""
     path = str(recipe_path)
     make = _Maker(recipe=recipe, site=site, options=options)
     if stage == "prepare":
-        generates = recipe.data.regenerate or bool(recipe.data.self_prompts.count)
-        return {stage: make("pipeline", stage, ["prepare", path], gpus=generates)}
+        gpus = answering_gpus(recipe)
+        # A target that writes its data here needs what an extraction needs.
+        like = "extract" if gpus else stage
+        return {stage: make("pipeline", like, ["prepare", path], most=gpus, name=stage)}
     if stage == "extract":
         if recipe.features.mode == "online":
             return {}
         tasks = options.extract_tasks
         if tasks == 1 and options.array is None:
-            return {stage: make("pipeline", stage, ["extract", path])}
+            return {stage: make("pipeline", stage, ["extract", path], most=extracting_gpus(recipe))}
         # The tasks leave shards; the job after them finds all there and seals the stage.
-        parts = make("pipeline", stage, ["extract", "--part", path], array=options.tasks(tasks))
-        return {stage: parts, "seal": make("pipeline", stage, ["extract", "--only", path], gpus=False, name="seal")}
+        array, most = options.tasks(tasks), extracting_gpus(recipe)
+        parts = make("pipeline", stage, ["extract", "--part", path], array=array, most=most)
+        return {stage: parts, "seal": make("pipeline", stage, ["extract", "--only", path], most=0, name="seal")}
     if stage == "train":
         return {stage: make("train", stage, [path])}
     if stage == "export":
-        return {stage: make("pipeline", stage, ["export", "--only", path], gpus=False)}
+        return {stage: make("pipeline", stage, ["export", "--only", path], most=0)}
     assert stage == "score", stage
+    if recipe.score.schedule and options.array is None:
+        # The schedule is chosen from all arms' speeds, and no two nodes are equally fast.
+        return {stage: make("pipeline", stage, ["score", "--only", path])}
     arms = recipe.score.arm_names
     return {stage: make("score-array", stage, [path], array=options.tasks(len(arms)))}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Maker:
-    """Makes jobs of one recipe on one site."""
+    """Makes jobs of one recipe on one site, which ask for no more GPUs than they can use (`most`; None = all)."""
 
     recipe: Recipe
     site: Site
@@ -144,7 +166,7 @@ class _Maker:
         arguments: Sequence[str],
         *,
         array: str | None = None,
-        gpus: bool = True,
+        most: int | None = None,
         name: str | None = None,
         run_dir: str | None = None,
     ) -> Job:
@@ -152,8 +174,10 @@ class _Maker:
         resources = self.options.resources.over(self.site.resources(stage))
         if stage != "train":
             resources = resources.model_copy(update={"nodes": 1})
-        if not gpus or stage == "sweep":
-            resources = resources.model_copy(update={"gpus_per_node": 0})
+        gpus = 0 if stage == "sweep" or most == 0 else resources.gpus_per_node
+        if gpus is not None and most is not None:
+            gpus = min(gpus, most)
+        resources = resources.model_copy(update={"gpus_per_node": gpus})
         launch = self.options.launch or self.site.launch
         environment = dict(self.site.environment) | {"EYAS_RUN_DIR": run_dir or str(folder.parent)}
         if template == "train" and launch is not None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from eyas.recipes.schema import Recipe
 from eyas.recipes.slurm_jobs import Link
 from eyas.recipes.slurm_record import read_entries
 from eyas.recipes.sweep import sweep_points, without_sweep
+from eyas.train.tracking import METRICS_NAME, read_metrics
 
 if TYPE_CHECKING:
     from eyas.recipes.hardware import Hardware
@@ -26,11 +26,16 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Tokens a second that a training may reach: what is expected, and what cannot be passed. `of` says of what."""
+    """Tokens a second that a training may reach: what is expected, and what cannot be passed. `of` says of what.
+
+    Attributes:
+        all_answers: `expected` is what is expected were all tokens answers, the slowest that data can be.
+    """
 
     expected: float
     at_most: float
     of: str
+    all_answers: bool = False
 
     @property
     def estimated(self) -> bool:
@@ -130,10 +135,13 @@ def say_interval(stage: str, recipes: Sequence[Recipe], *, left: float, speeds: 
     )
     if not speed.estimated:
         return
-    verdict = "fits" if longest <= left else "does NOT fit: ask for more time, or lower train.checkpoint_every"
+    bound = "at most " if speed.all_answers else ""
+    slow = ", were all tokens answers" if speed.all_answers else ""
+    short = "may NOT fit" if speed.all_answers else "does NOT fit"
+    verdict = "fits" if longest <= left else f"{short}: ask for more time, or lower train.checkpoint_every"
     say(
-        f"{stage}: by estimate {longest:.0f} s from checkpoint to checkpoint ({speed.expected:,.0f} tokens/s, {speed.of}), "
-        f"--time leaves {left if left == math.inf else round(left)} s: {verdict}"
+        f"{stage}: by estimate {bound}{longest:.0f} s from checkpoint to checkpoint ({speed.expected:,.0f} tokens/s, "
+        f"{speed.of}{slow}), --time leaves {left if left == math.inf else round(left)} s: {verdict}"
     )
 
 
@@ -142,9 +150,10 @@ def _interval(recipe: Recipe, tokens_per_second: float) -> float:
 
 
 def _measured(recipe: Recipe, recipes: Sequence[Recipe], *, processes: int) -> list[Speed] | None:
-    """Each recipe's own speed, of one that has not trained the slowest of the others'; None when nothing was trained.
+    """Each recipe's own speed; None when nothing was trained.
 
-    It is taken to grow with the processes asked for, which is the best that can be.
+    One that has not trained is taken to be as slow as the slowest of those that have. Speed is taken to grow with the
+    processes asked for, which is the best that can be.
     """
     rates = [measured_rate(each.run_directory) for each in recipes]
     known = [rate for rate in rates if rate is not None]
@@ -167,36 +176,48 @@ def _estimated(recipe: Recipe, *, hardware: str | None, devices: int) -> Speed |
 
     found = find_hardware(hardware, dtype=recipe.features.dtype)
     try:
-        rates = _planned_rates(without_sweep(recipe), hardware=found, devices=devices)
+        speed = _planned_speed(without_sweep(recipe), hardware=found, devices=devices)
     except (ValueError, OSError) as error:
         return f"nothing was trained yet, and for an estimate the target is not known here ({error})"
-    if rates is None:
+    if speed is None:
         return "nothing was trained yet, and for an estimate the tokens are not known before `eyas prepare`"
-    expected, at_most = rates
-    return Speed(expected=expected, at_most=at_most, of=f"{devices} x {found.name}")
+    return speed
 
 
-def _planned_rates(recipe: Recipe, *, hardware: Hardware, devices: int) -> tuple[float, float] | None:
-    """Tokens a second at the assumed shares of the hardware's peak and at the peak itself; None without known tokens."""
+def _planned_speed(recipe: Recipe, *, hardware: Hardware, devices: int) -> Speed | None:
+    """Tokens a second at the assumed shares of the hardware's peak and at the peak itself; None without known tokens.
+
+    Where only a limit of the tokens is known, any share of them may be answers, which cost most: expected is the speed
+    were all of them answers, and at most that were none.
+    """
     from eyas.recipes import estimate
     from eyas.recipes.estimate_tokens import estimate_tokens
-    from eyas.recipes.plan_facts import PlanFacts
+    from eyas.recipes.plan_facts import TARGET_WHILE_TRAINING, PlanFacts
     from eyas.recipes.run import plan_run
     from eyas.recipes.target_size import read_target_size
 
     run, features = plan_run(recipe), recipe.features
     size = read_target_size(run.target_dir, dtype=features.dtype, trust_remote_code=recipe.target.trust_remote_code)
     found = estimate_tokens(run, tokens=None, answer_share=None)
-    if found is None or found.at_most:  # which share of them are answers, and so what one costs, is then not known
+    if found is None:
         return None
-    hours = PlanFacts(run=run, size=size, found=found).hours(hardware=hardware, devices=devices)
+    total = found.tokens.total
+    fewest = replace(found, tokens=estimate.Tokens(total=total, answers=0)) if found.at_most else found
+    hours, least_hours = (
+        PlanFacts(run=run, size=size, found=each).hours(hardware=hardware, devices=devices) for each in (found, fewest)
+    )
     shares = {"train": estimate.TRAIN_SHARE}
     if features.mode == "online" and features.where == "inline":  # the target takes its turn on the same devices
-        shares["extract"] = estimate.EXTRACT_SHARE
-    tokens = found.tokens.total * recipe.train.epochs
+        shares[TARGET_WHILE_TRAINING] = estimate.EXTRACT_SHARE
+    tokens = total * recipe.train.epochs
     expected = sum(hours[name] for name in shares) * estimate.HOUR
-    least = sum(hours[name] * share for name, share in shares.items()) * estimate.HOUR
-    return tokens / expected, tokens / least
+    least = sum(least_hours[name] * share for name, share in shares.items()) * estimate.HOUR
+    return Speed(
+        expected=tokens / expected,
+        at_most=tokens / least,
+        of=f"{devices} x {hardware.name}",
+        all_answers=found.at_most,
+    )
 
 
 def seconds_of(time: str) -> float:
@@ -224,14 +245,8 @@ def seconds_of(time: str) -> float:
 def measured_rate(run_dir: Path) -> float | None:
     """Tokens a second by the newest record of a run's training; None before it has trained."""
     for name in ("train.partial", "train"):
-        rates = [record["tokens_per_second"] for record in metrics(run_dir / name) if "tokens_per_second" in record]
+        records = read_metrics(run_dir / name / METRICS_NAME)
+        rates = [record["tokens_per_second"] for record in records if "tokens_per_second" in record]
         if rates and rates[-1] > 0:
             return rates[-1]
     return None
-
-
-def metrics(directory: Path) -> list[dict[str, Any]]:
-    """Records of a training, the last one left out while it is half written."""
-    path = directory / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]

@@ -14,6 +14,7 @@ import yaml
 
 from eyas.heads.files import read_json, write_json, write_text
 from eyas.recipes.run import Run
+from eyas.recipes.run_lock import short_lock
 from eyas.recipes.schema import Recipe
 from eyas.recipes.score_stage import only_arm
 from eyas.recipes.stage import MANIFEST
@@ -31,6 +32,7 @@ from eyas.slurm.sbatch import (
 
 RECORD = Path("slurm") / "jobs.json"
 """Inside a run directory: the jobs that were submitted for it."""
+RECORD_LOCK, SUBMITTING_LOCK = Path("slurm") / "jobs.lock", Path("slurm") / "submitting.lock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,18 @@ def write_entries(run_dir: Path, entries: Sequence[Entry]) -> None:
     write_json(run_dir / RECORD, {"jobs": [asdict(entry) for entry in entries]})
 
 
+@contextlib.contextmanager
+def submitting(run_dir: Path) -> Iterator[None]:
+    """Whoever submits jobs of a run does it alone, from the look at those there are to the last new one.
+
+    Raises:
+        ValueError: the disk knows no locks.
+    """
+    (run_dir / SUBMITTING_LOCK).parent.mkdir(parents=True, exist_ok=True)
+    with short_lock(run_dir / SUBMITTING_LOCK):
+        yield
+
+
 def submit_entry(run_dir: Path, entry: Entry, *, script: str) -> Entry:
     """Write the script of a job into its run, submit it and record it; returns the record.
 
@@ -113,13 +127,14 @@ def submit_entry(run_dir: Path, entry: Entry, *, script: str) -> Entry:
     Raises:
         ValueError: sbatch refused.
     """
-    entries = read_entries(run_dir)
-    path = run_dir / RECORD.parent / f"{len(entries):03d}-{entry.stage}.sbatch"
-    write_text(path, script, mode=0o600)  # the site's environment may hold keys
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    with _interrupted_later():
-        submitted = replace(entry, job=submit(path), script=str(path), submitted=now)
-        write_entries(run_dir, [*entries, submitted])
+    with short_lock(run_dir / RECORD_LOCK):
+        entries = read_entries(run_dir)
+        path = run_dir / RECORD.parent / f"{len(entries):03d}-{entry.stage}.sbatch"
+        write_text(path, script, mode=0o600)  # the site's environment may hold keys
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        with _interrupted_later():
+            submitted = replace(entry, job=submit(path), script=str(path), submitted=now)
+            write_entries(run_dir, [*entries, submitted])
     return submitted
 
 
@@ -144,10 +159,11 @@ def known_jobs(run_dir: Path) -> list[Known]:
     """
     entries = read_entries(run_dir)
     found = [_known(run_dir, entry) for entry in entries]
-    seen = [each.entry for each in found]
-    if seen != entries:
-        with contextlib.suppress(OSError):  # who may only read the run may still look
-            write_entries(run_dir, seen)
+    changed = {each.entry.script: each.entry for each, old in zip(found, entries, strict=True) if each.entry != old}
+    if changed:
+        with contextlib.suppress(OSError), short_lock(run_dir / RECORD_LOCK):  # who may only read may still look
+            # SLURM took its time to answer: a job that was submitted meanwhile stays in the record.
+            write_entries(run_dir, [changed.get(entry.script, entry) for entry in read_entries(run_dir)])
     return found
 
 
@@ -219,19 +235,26 @@ def _has_result(run_dir: Path, entry: Entry, task: str) -> bool:
 
 
 def _result(run_dir: Path, entry: Entry, task: str) -> Path | None:
-    if entry.stage == "score":
+    if entry.stage == "score" and entry.array is not None:
         recipe = recipe_of(run_dir)
         arms = recipe.score.arm_names
         return arm_directory(run_dir, recipe, arms[int(task)]) if int(task) < len(arms) else None
     if entry.stage == "train" and entry.array is not None:
         return run_dir / FOLDER / task / "train"
+    if entry.stage == "score":
+        return score_directory(run_dir, recipe_of(run_dir))
     folders = {"prepare": "prepare", "extract": "features", "seal": "features", "train": "train", "export": "export"}
     return run_dir / folders[entry.stage] if entry.stage in folders else None
 
 
 def arm_directory(run_dir: Path, recipe: Recipe, arm: str) -> Path:
     """Where an arm that is measured alone leaves its results."""
-    run = Run(recipe=only_arm(recipe, arm), run_dir=run_dir, target_dir=Path(), target_fingerprint="")
+    return score_directory(run_dir, only_arm(recipe, arm))
+
+
+def score_directory(run_dir: Path, recipe: Recipe) -> Path:
+    """Where the measurement of a recipe leaves its results."""
+    run = Run(recipe=recipe, run_dir=run_dir, target_dir=Path(), target_fingerprint="")
     return run.directory("score")
 
 

@@ -14,6 +14,7 @@ from eyas.recipes.slurm_record import (
     known_jobs,
     submit_entry,
     submitted_entries,
+    submitting,
 )
 from eyas.slurm.sbatch import ENDED_BADLY, FORGOTTEN, JobState, requeue, wait_for_again
 
@@ -38,9 +39,10 @@ def retry_jobs(run_dir: Path, *, say: Say) -> list[str]:
     run_dir = run_dir.absolute()
     submitted = {entry.stage for entry in submitted_entries(run_dir)}
     retry = _Retry(run_dir, say)
-    for stage in ORDER:
-        if stage in submitted:
-            retry.stage(stage)
+    with submitting(run_dir):
+        for stage in ORDER:
+            if stage in submitted:
+                retry.stage(stage)
     if retry.problems:
         raise ValueError("; ".join(retry.problems))
     left = f"cancelled, so left alone: {', '.join(retry.cancelled)}" if retry.cancelled else ""

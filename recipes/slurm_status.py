@@ -8,11 +8,11 @@ from pathlib import Path
 from eyas.heads.files import read_json
 from eyas.recipes.run import stage_names
 from eyas.recipes.schema import Recipe
-from eyas.recipes.slurm_limits import metrics
 from eyas.recipes.slurm_record import Entry, Known, arm_directory, known_jobs, read_entries, recipe_of
 from eyas.recipes.stage import MANIFEST
 from eyas.recipes.sweep import FOLDER, point_directory, sweep_points, without_sweep
 from eyas.slurm.sbatch import FORGOTTEN, JobState
+from eyas.train.tracking import METRICS_NAME, read_metrics
 
 
 def status_lines(run_dir: Path) -> list[str]:
@@ -79,7 +79,7 @@ def _training(run_dir: Path, recipe: Recipe) -> list[str]:
     """Steps, speed, time left and held-out tau of a training that is under way or done."""
     finished = not (run_dir / "train.partial").is_dir()
     folder = run_dir / ("train" if finished else "train.partial")
-    records = metrics(folder)
+    records = read_metrics(folder / METRICS_NAME)
     if not records:
         return []
     last = next((record for record in reversed(records) if "tokens_per_second" in record), records[-1])

@@ -12,7 +12,8 @@ from eyas.recipes.schema import Recipe
 from eyas.recipes.slurm_checks import check_before, check_not_held, check_paths, named_paths
 from eyas.recipes.slurm_jobs import STAGES, Link, Options, plan_chain, plan_sweep, with_dependency
 from eyas.recipes.slurm_limits import check_hardware, check_limits
-from eyas.recipes.slurm_record import RECORD, Entry, submit_entry
+from eyas.recipes.slurm_record import RECORD, Entry, submit_entry, submitting
+from eyas.recipes.slurm_resources import check_resources
 from eyas.recipes.sweep import RECIPE, point_directory, sweep_points, without_sweep
 from eyas.slurm.sbatch import require_slurm, tasks_of
 from eyas.slurm.script import render
@@ -54,22 +55,36 @@ def submit_recipe(
     check_hardware(hardware)
     folder = run_dir / RECORD.parent
     links = _links(recipe, folder=folder, stages=wanted, site=site, options=options)
+    scripts = [render(link.job) for link in links]  # what cannot stand in a script is refused before the first job
+    if not dry_run:
+        require_slurm()
+    note = _commented(say) if dry_run else say
+    _check(recipe, reference, launch=options.launch or site.launch, site=site, refuse=not dry_run, say=note)
+    check_resources(links, recipe, say=note)
+    check_limits(links, recipe, signal_seconds=site.signal_seconds, hardware=hardware, say=note)
     if dry_run:
-        for link in links:
-            say(f"# ---- {link.stage}{f', after {link.after}' if link.after else ''}\n{render(link.job)}")
+        for link, script in zip(links, scripts, strict=True):
+            say(f"# ---- {link.stage}{f', after {link.after}' if link.after else ''}\n{script}")
         return {}
-    require_slurm()
-    _check(recipe, reference, launch=options.launch or site.launch, site=site)
-    check_limits(links, recipe, signal_seconds=site.signal_seconds, hardware=hardware, say=say)
-    check_not_held(run_dir)
-    check_before(recipe, first=wanted[0])
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_recipes(recipe, folder=folder)
+    with submitting(run_dir):
+        check_not_held(run_dir)
+        check_before(recipe, first=wanted[0])
+        _write_recipes(recipe, folder=folder)
+        ids = _submit(links, run_dir=run_dir, say=say)
+    say(f"logs and scripts: {folder}; see `eyas slurm status {quote(str(run_dir))}`")
+    return ids
+
+
+def _commented(say: Say) -> Say:
+    """Says a line as a comment of the shell, among scripts."""
+    return lambda line: say(f"# {line}")
+
+
+def _submit(links: Sequence[Link], *, run_dir: Path, say: Say) -> dict[str, str]:
     ids: dict[str, str] = {}
     for link in links:
         ids[link.stage] = _submit_one(link, ids=ids, run_dir=run_dir)
         say(f"{link.stage}: job {ids[link.stage]}{f', after {ids[link.after]}' if link.after else ''}")
-    say(f"logs and scripts: {folder}; see `eyas slurm status {quote(str(run_dir))}`")
     return ids
 
 
@@ -104,8 +119,17 @@ def _check_name(run_dir: Path) -> None:
             )
 
 
-def _check(recipe: Recipe, reference: str, *, launch: str | None, site: Site) -> None:
-    """Whether all that the jobs read is there, on disks that their nodes see."""
+def _check(recipe: Recipe, reference: str, *, launch: str | None, site: Site, refuse: bool, say: Say) -> None:
+    """Whether all that the jobs read is there, on disks that their nodes see; said only, where nothing is submitted."""
+    try:
+        _check_files(recipe, reference, launch=launch, site=site)
+    except ValueError as error:
+        if refuse:
+            raise
+        say(f"would be refused on this machine: {error}")
+
+
+def _check_files(recipe: Recipe, reference: str, *, launch: str | None, site: Site) -> None:
     recipes = [recipe, *(point.recipe for point in sweep_points(recipe))] if recipe.sweep else [recipe]
     named = {path for each in recipes for path in named_paths(each, launch=launch, site=site)}
     given = [Path(reference)] if Path(reference).is_file() else []

@@ -16,8 +16,7 @@ MXFP4_BYTES = (4 + 8 / 32) / 8
 class TargetSize:
     """What estimates need to know of a target. Parameters are counts, `active` those a token meets in the decoder.
 
-    `weight_bytes` are of the type that the target is run in, `served_bytes` of the form that vLLM keeps: weights that are
-    published in MXFP4 stay so.
+    `weight_bytes` are of the type that the features are made in. `packed_parameters` are those that are published in MXFP4.
     """
 
     hidden_size: int
@@ -29,7 +28,14 @@ class TargetSize:
     parameters: int
     active_parameters: int
     weight_bytes: int
-    served_bytes: int
+    packed_parameters: int
+
+    def served_bytes(self, dtype: str) -> int:
+        """Bytes of the weights as vLLM keeps them when it runs the target in `dtype`: what is packed stays so."""
+        from eyas.heads.target import DTYPES
+
+        plain = (self.parameters - self.packed_parameters) * DTYPES[dtype].itemsize
+        return plain + round(self.packed_parameters * MXFP4_BYTES)
 
 
 def read_target_size(target_dir: Path, *, dtype: str, trust_remote_code: bool) -> TargetSize:
@@ -70,18 +76,17 @@ def read_target_size(target_dir: Path, *, dtype: str, trust_remote_code: bool) -
         parameters=total,
         active_parameters=_active(model, values),
         weight_bytes=total * DTYPES[dtype].itemsize,
-        served_bytes=_served_bytes(model, values, itemsize=DTYPES[dtype].itemsize),
+        packed_parameters=_packed(model, values),
     )
 
 
-def _served_bytes(model: Any, values: dict[str, Any], *, itemsize: int) -> int:
-    """Bytes of the weights as vLLM loads them. Of quantised forms MXFP4 is known, whose experts' matrices are packed."""
-    packed = (values.get("quantization_config") or {}).get("quant_method") == "mxfp4"
-    count = 0.0
-    for name, parameter in model.named_parameters():
-        is_packed = packed and ".experts." in name and parameter.dim() > 2
-        count += parameter.numel() * (MXFP4_BYTES if is_packed else itemsize)
-    return round(count)
+def _packed(model: Any, values: dict[str, Any]) -> int:
+    """Weights that are published in MXFP4, the one quantised form that is known here: the matrices of experts."""
+    if (values.get("quantization_config") or {}).get("quant_method") != "mxfp4":
+        return 0
+    return sum(
+        parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name and parameter.dim() > 2
+    )
 
 
 def _active(model: Any, values: dict[str, Any]) -> int:

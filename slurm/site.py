@@ -12,7 +12,7 @@
     container: {kind: pyxis, image: /shared/eyas.sqsh, mounts: ["/shared:/shared"]}
     shared_paths: [/scratch]
     stages:
-      prepare: {partition: cpu, gpus_per_node: 0, time: "1:00:00"}
+      prepare: {partition: cpu, time: "1:00:00"}
       train: {nodes: 2}
 
 `setup` lines are commands of the shell: they run in the job as they stand, on the user's own behalf, and end it when they
@@ -27,8 +27,6 @@ from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-STAGES = ("prepare", "extract", "train", "export", "score", "report", "sweep")
 
 
 class _Closed(BaseModel):

@@ -28,7 +28,19 @@ from eyas.recipes.target_size import read_target_size
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "recipes.md"
 COMMAND = re.compile(r"^# Plan: +(eyas plan .*)$", re.MULTILINE)
 FIGURE = "#   "
-SHOWN = ("features disk:", "train disk:", "time:", "regenerate: ", "extract: ", "train: ", "score: ")
+SHOWN = (
+    "features disk:",
+    "train disk:",
+    "time:",
+    "side by side:",
+    "regenerate: ",
+    "extract: ",
+    "train: ",
+    "score: ",
+    "score, in ",
+)
+"""Beginnings of the plan's lines that a header has."""
+
 NOT_MEASURED = "This recipe: not measured here."
 ANSWER_SHARE = 0.75
 """As the headers' commands have it."""
@@ -79,17 +91,17 @@ def gpu_recipes() -> list[str]:
 
 def table() -> Iterator[str]:
     """The table of GPU recipes in docs/recipes.md."""
-    yield "| recipe | 80 GB GPUs at least | hidden states on disk | checkpoints | hours on 8 x H100 | expected tau |"
+    yield "| recipe | GPUs of one engine | hidden states on disk | checkpoints | hours on 8 x H100 | expected tau |"
     yield "| --- | ---: | ---: | ---: | ---: | --- |"
     for name in gpu_recipes():
         facts = _facts(load_recipe(name))
         stored = "none"
         if facts.stores_features and facts.found is not None:
-            stored = gib(facts.found.tokens.total * facts.token_bytes(store_form(facts.run.recipe)))
+            stored = f"{facts.found.tokens.total * facts.token_bytes(store_form(facts.run.recipe)) / 2**40:.1f} TiB"
         hours = facts.hours(hardware=NAMED["h100"], devices=8)
         each = ", ".join(f"{stage} {value:.1f}" for stage, value in hours.items())
         yield (
-            f"| `{name}` | {_least_gpus(facts.run.recipe)} | {stored} | {gib(facts.checkpoint_bytes(facts.heads[1]))} | "
+            f"| `{name}` | {_engine_gpus(facts.run.recipe)} | {stored} | {gib(facts.checkpoint_bytes(facts.heads[1]))} | "
             f"{sum(hours.values()):.1f} ({each}) | {_published(name)} |"
         )
 
@@ -105,7 +117,7 @@ def _facts(recipe: Recipe) -> PlanFacts:
     return PlanFacts(run=run, size=size, found=estimate_tokens(run, tokens=None, answer_share=ANSWER_SHARE))
 
 
-def _least_gpus(recipe: Recipe) -> int:
+def _engine_gpus(recipe: Recipe) -> int:
     generation, features, score = recipe.data.generation, recipe.features, recipe.score
     return max(section.tensor_parallel_size for section in (generation, features, score))
 
@@ -121,7 +133,7 @@ def _rewrite_header(name: str) -> None:
 
 def with_table(text: str) -> str:
     """The page with its table as it is now."""
-    begin = text.index("| recipe | 80 GB GPUs at least |")
+    begin = text.index("| recipe |")
     end = text.index("\n\n", begin)
     return text[:begin] + "\n".join(table()) + text[end:]
 

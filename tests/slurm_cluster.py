@@ -135,11 +135,12 @@ def cluster() -> Iterator[Cluster]:
     # Sockets need a short path whose folders everyone may enter, which pytest's are not.
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     folder.chmod(0o755)
+    environment = None
     try:
         environment = _write_configuration(folder)
         yield _start(folder, environment)
     finally:
-        _stop(folder)
+        _stop(folder, environment)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -194,16 +195,33 @@ def _start(folder: Path, environment: dict[str, str]) -> Cluster:
         time.sleep(0.2)
 
 
-def _stop(folder: Path) -> None:
-    """End every daemon that left a pid file, and wait until it is gone."""
+def _stop(folder: Path, environment: Mapping[str, str] | None) -> None:
+    """End the jobs that a failed test may have left, and every daemon that left a pid file, at last by force."""
+    if environment is not None:
+        _end_jobs(environment)
     pids = [
         int(path.read_text())
         for path in [*folder.glob("run/*.pid"), folder / "munge" / "munged.pid"]
         if path.is_file() and path.read_text().strip()
     ]
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and any(path.is_file() for path in folder.glob("run/*.pid")):
-        time.sleep(0.1)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in pids):
+            time.sleep(0.1)
+        pids = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def _end_jobs(environment: Mapping[str, str]) -> None:
+    """Cancel every job, and kill what then still runs of one: processes that have the cluster's configuration."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        words = ["scancel", "--signal=KILL", "--full", "--user=root"]
+        subprocess.run(words, env=environment, capture_output=True, timeout=10, check=False)
+    mark = f"SLURM_CONF={environment['SLURM_CONF']}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            variables = path.read_bytes().split(b"\0")
+            if mark in variables and any(each.startswith(b"SLURM_JOB_ID=") for each in variables):
+                os.kill(int(path.parent.name), signal.SIGKILL)

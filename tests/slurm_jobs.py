@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import yaml
 
 from eyas.train.tracking import read_metrics
 from tests import tiny
-from tests.slurm_cluster import Cluster
+from tests.slurm_cluster import NODES, Cluster
 
 EYAS = str(Path(sys.executable).with_name("eyas"))
 PROGRAMS = str(Path(sys.executable).parent)
@@ -163,28 +163,34 @@ def processes_of(job: str, *, node: str) -> list[int]:
     return found
 
 
-def kill(pids: list[int]) -> None:
+def signal_all(pids: list[int], number: signal.Signals) -> None:
+    """Signal processes, of which some may have ended meanwhile."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 def step_daemons(pids: list[int]) -> list[int]:
     """SLURM's own processes that started some of `pids`, one a node and step."""
-    status = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
+    status = [_of_process(pid, "status") for pid in pids]
     parents = {int(line.split()[1]) for text in status for line in text.splitlines() if line.startswith("PPid:")}
-    return [pid for pid in parents if Path(f"/proc/{pid}/comm").read_text().strip() == "slurmstepd"]
+    return [pid for pid in parents if _of_process(pid, "comm").strip() == "slurmstepd"]
+
+
+def _of_process(pid: int, file: str) -> str:
+    """A file of /proc; nothing of a process that has ended meanwhile."""
+    try:
+        return Path(f"/proc/{pid}/{file}").read_text()
+    except OSError:
+        return ""
 
 
 @contextmanager
-def held_still(job: str) -> Iterator[None]:
+def held_still(job: str, *, nodes: Sequence[str] = NODES) -> Iterator[None]:
     """A job's processes stand still, so that a training does not end before it is disturbed."""
-    pids = [pid for node in ("n1", "n2") for pid in processes_of(job, node=node)]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+    pids = [pid for node in nodes for pid in processes_of(job, node=node)]
+    signal_all(pids, signal.SIGSTOP)
     try:
         yield
     finally:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+        signal_all(pids, signal.SIGCONT)

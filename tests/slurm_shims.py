@@ -18,7 +18,7 @@ SCONTROL = """#!/bin/bash
 echo "scontrol $*" >> "$SHIM_LOG"
 case "$1 $2" in
   "show hostnames") printf 'n1\\nn2\\n' ;;
-  "show node") for node in 1 2; do echo "NodeName=n$node Arch=x86_64 NodeAddr=10.0.0.$node NodeHostName=host Port=6818"; done ;;
+  "show node") for node in 1 2; do echo "NodeName=n$node Arch=x86_64 NodeAddr=10.0.0.$node NodeHostName=host Port=6818 State=${SHIM_NODES:-MIXED} X"; done ;;
   "show job") cat "$SHIM_JOBS/$3" 2>/dev/null || { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; } ;;
   "requeue "*) : ;;
 esac
@@ -33,7 +33,7 @@ cat "$SHIM_JOBS/accounted-$2" 2>/dev/null || { echo "Slurm accounting storage is
 """
 SRUN = """#!/bin/bash
 echo "srun $*" >> "$SHIM_LOG"
-[ "${!#}" != true ] || exit "${SHIM_LOST:-0}"
+if [ "${!#}" = true ]; then [ -z "${SHIM_LOST:-}" ] || { echo "srun: error: $SHIM_LOST" >&2; exit 233; }; exit 0; fi
 printf '%s\\0' "$@" > "$SHIM_SRUN"
 exec bash "$SHIM_STEP"
 """
@@ -59,7 +59,8 @@ def install(folder: Path) -> dict[str, str]:
     """Write the commands below `folder`; returns the environment in which they are found.
 
     SHIM_LOG is what they were told, SHIM_STEP the script that srun runs, SHIM_SRUN the words of the last srun, SHIM_JOBS
-    has a file per job for `scontrol show job`, SHIM_LOST (where set) is the status of steps that only try the nodes, SHIM_TOLD may be a named pipe that scancel writes to.
+    has a file per job for `scontrol show job`, SHIM_LOST (where set) are srun's words when a step only tries the nodes and fails,
+    SHIM_NODES the state of both nodes, SHIM_TOLD may be a named pipe that scancel writes to.
     """
     programs = folder / "bin"
     programs.mkdir(parents=True)

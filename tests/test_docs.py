@@ -135,7 +135,8 @@ def check_command(words: list[str], *, small_recipe: Path, in_sentence: bool = F
         overrides.append(recipe)
     elif recipe:
         check_recipe_name(recipe)
-    load_recipe(small_recipe, overrides=[each for each in overrides if not each.lower().startswith("section.field=")])
+    named = recipe if recipe in shipped_recipes() else small_recipe
+    load_recipe(named, overrides=[each for each in overrides if not each.lower().startswith("section.field=")])
     if name == "eyas presets" and params.get("name", "NAME") != "NAME":
         assert params["name"] in presets(), f"no preset {params['name']}"
     section = params.get("section")

@@ -31,6 +31,14 @@ def texts(node: Any) -> list[str]:
     return [text for value in node for text in texts(value)] if isinstance(node, list) else [str(node)]
 
 
+def test_there_are_forms_and_a_choice_of_them() -> None:
+    assert {path.stem for path in FORMS} >= {"bug", "question"}
+    choice = yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / "config.yml").read_text(encoding="utf-8"))
+    assert choice.keys() <= {"blank_issues_enabled", "contact_links"}
+    for link in choice.get("contact_links", ()):
+        assert link.keys() == {"name", "url", "about"}
+
+
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
 def test_a_form_has_githubs_syntax(path: Path) -> None:
     form = yaml.safe_load(path.read_text(encoding="utf-8"))

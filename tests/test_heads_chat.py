@@ -136,6 +136,36 @@ def test_options_that_do_nothing_are_refused(tiny_target: Path, options: dict[st
         TargetChat(tiny_target, template_options=options)
 
 
+def test_a_template_that_prints_todays_date_can_be_given_a_day(tmp_path: Path) -> None:
+    tiny.write_tokenizer(tmp_path, chat_template="Today is {{ strftime_now('%d %b %Y') }}." + tiny.CHAT_TEMPLATE)
+    user = CONVERSATION[:2]
+    fixed = TargetChat(tmp_path, template_options={"strftime_now": "2025-01-30"})
+    assert fixed.decode(fixed.prompt_ids(user)).startswith("Today is 30 Jan 2025.")
+    (document,) = fixed.encode_conversation(CONVERSATION[:3])
+    assert document.token_ids[: len(fixed.prompt_ids(user))] == fixed.prompt_ids(user)
+    today = TargetChat(tmp_path)
+    assert today.prompt_ids(user) != fixed.prompt_ids(user)
+    assert (today.prints_today, fixed.prints_today) == (True, False)
+    with pytest.raises(ValueError, match=r"strftime_now='30 Jan' is no day.* such as '2026-11-30'"):
+        TargetChat(tmp_path, template_options={"strftime_now": "30 Jan"})
+
+
+def test_a_date_that_a_variable_fixes_is_not_todays(tmp_path: Path) -> None:
+    """Llama 3.2: the function is asked where the variable is not given."""
+    day = "{{ date_string if date_string is defined else strftime_now('%d %b %Y') }}"
+    tiny.write_tokenizer(tmp_path, chat_template=day + tiny.CHAT_TEMPLATE)
+    assert TargetChat(tmp_path).prints_today
+    assert not TargetChat(tmp_path, template_options={"date_string": "26 Jul 2024"}).prints_today
+
+
+def test_mistrals_own_tokenizer_beside_the_usual_one_is_not_read(tmp_path: Path) -> None:
+    tiny.write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(f'{{"model_type": "mistral", "vocab_size": {tiny.VOCAB_SIZE}}}')
+    prompt = TargetChat(tmp_path).prompt_ids(CONVERSATION[:1])
+    (tmp_path / "tekken.json").write_text("no tokenizer")
+    assert TargetChat(tmp_path).prompt_ids(CONVERSATION[:1]) == prompt
+
+
 def test_a_template_that_is_no_jinja_is_refused(tmp_path: Path) -> None:
     tiny.write_tokenizer(tmp_path, chat_template="{% for %}")
     with pytest.raises(ValueError, match="not valid Jinja"):

@@ -5,7 +5,9 @@ The hub is a server of this test on a local port, or a cache laid out as the hub
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import zlib
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from eyas.heads.hub import fetch_target
+from eyas.heads.hub import HubUnavailable, fetch_target
 from eyas.heads.target_source import resolve_target
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -27,7 +29,10 @@ FILES = {
     "consolidated.safetensors": b"the same weights",
     "original/model.safetensors": b"the same weights",
     "params.json": b"{}",
+    "tekken.json": b"another tokenizer",
 }
+BREAKS_OFF = ("generation_config.json",)
+"""What is announced and never arrives."""
 REFUSALS = {"org/gated": (403, "GatedRepo"), "org/nothing": (404, "RepoNotFound"), "org/broken": (500, "")}
 
 
@@ -43,21 +48,23 @@ class Hub(BaseHTTPRequestHandler):
         if "/tree/" in self.path:
             tree = [{"type": "file", "path": name, "size": len(data), "oid": "a" * 40} for name, data in FILES.items()]
             return self._answer(json.dumps(tree).encode())
+        if "/resolve/" in self.path and self.path.endswith(BREAKS_OFF):
+            return self._answer(b"half", length=8)
         if "/resolve/" in self.path:
             return self._answer(FILES[self.path.partition(f"/resolve/{COMMIT}/")[2]])
         return self._answer(json.dumps({"id": MODEL, "sha": COMMIT, "siblings": []}).encode())
 
     do_HEAD = do_GET
 
-    def _answer(self, body: bytes, *, status: int = 200, code: str = "") -> None:
+    def _answer(self, body: bytes, *, status: int = 200, code: str = "", length: int | None = None) -> None:
         self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(len(body) if length is None else length))
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("ETag", f'"{zlib.crc32(body):08x}"')
         if code:
             self.send_header("X-Error-Code", code)
         self.end_headers()
-        if self.command == "GET":
+        if self.command == "GET" and length is None:
             self.wfile.write(body)
 
     def log_message(self, format: str, *_: object) -> None:
@@ -107,7 +114,7 @@ def fetch(model: str = MODEL, *, revision: str | None = None, weights: bool = Tr
 
 
 def error_of(model: str = MODEL, *, revision: str | None = None) -> str:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(HubUnavailable) as caught:
         fetch(model, revision=revision)
     return str(caught.value)
 
@@ -159,6 +166,20 @@ def test_refusals_of_the_hub_say_what_to_do(hub: Path) -> None:
     assert "the hub has no org/nothing, or it is private: check the name" in error_of("org/nothing")
     assert "target.revision: org/model has no revision 'no-such'" in error_of(revision="no-such")
     assert "org/broken cannot be had from the hub" in error_of("org/broken")
+
+
+def test_a_connection_that_breaks_and_a_full_disk_are_told_apart(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FILES, "generation_config.json", b"{}")
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _seconds: None)
+    told = error_of()
+    assert told.startswith("target.model: org/model cannot be had from the hub (RemoteProtocolError: ")
+    assert "try again with a connection" in told
+
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
+    assert f"cannot be written to the cache {hub} (No space left on device); make room, or set HF_HOME" in error_of()
 
 
 def test_a_gated_model_that_is_in_the_cache_needs_no_token(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ from eyas.heads.files import read_json, write_json, write_text
 from eyas.recipes import feature_stage, score_stage
 from eyas.recipes.generation_stages import regenerate_stage
 from eyas.recipes.join import extract_part, join_extraction
+from eyas.recipes.load import with_values
 from eyas.recipes.pipeline import run_until
 from eyas.recipes.run import Run, stage_names
 from eyas.recipes.schema import Recipe
 from eyas.recipes.score_stage import arm_numbered, only_arm
 from eyas.recipes.stage import read_manifest
+from eyas.train.data.cut import Cut
+from eyas.train.data.regenerate import TokenLimit
 from tests import tiny
 from tests.eval_records import write_session
 
@@ -53,6 +57,33 @@ def test_what_changes_answers_makes_them_stale(tmp_path: Path) -> None:
         "follow-ups are guarded by it"
     )
     assert regenerated(tmp_path, guard={"ngram": 8}) == plain
+    few = regenerated(tmp_path, max_train_tokens=1000)
+    assert few != plain, "no more is answered than is trained on"
+    assert regenerated(tmp_path, max_train_tokens=1000, max_length=32) != few
+    assert regenerated(tmp_path, max_length=32) == plain
+
+
+def test_a_limit_of_training_limits_the_answers_and_the_output_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def regenerate(_out_dir: Path, **settings: Any) -> dict[str, Any]:
+        asked.update(settings)
+        return {"conversations": 7, "answer_tokens": 900, "not_needed": 13}
+
+    monkeypatch.setattr("eyas.train.data.regenerate.regenerate", regenerate)
+    monkeypatch.setattr("eyas.recipes.generation_stages.target_chat", lambda _run: None)
+    monkeypatch.setattr("eyas.recipes.generation_stages.backend", lambda *_, **__: nullcontext())
+    for name in ("conversations.jsonl", "evaluation_prompts.jsonl"):
+        write_text(tmp_path / "run" / "collect" / name, name)
+    data = {"conversations": "c.jsonl", "regenerate": True, "max_train_tokens": 1000, "max_length": 48}
+    recipe = make_recipe(tmp_path, data={**data, "too_long": "drop"})
+    run = Run(recipe=recipe, run_dir=tmp_path / "run", target_dir=tmp_path, target_fingerprint="t")
+    stage = regenerate_stage(run)
+    told = stage.describe(stage.body(tmp_path))
+    assert told == ["7 conversations answered, 900 answer tokens; 13 not asked: data.max_train_tokens is reached"]
+    assert asked["limit"] == TokenLimit(tokens=1000, cut=Cut(max_length=48, too_long="drop"), seed=recipe.seed)
 
 
 def test_what_only_changes_speed_or_storage_keeps_answers(tmp_path: Path) -> None:
@@ -66,6 +97,18 @@ def recipe(tmp_path: Path) -> Recipe:
     tiny.write_target(tmp_path / "target")
     tiny.write_conversation_file(tmp_path / "chats.jsonl", train=24, heldout=4)
     return make_recipe(tmp_path)
+
+
+def test_a_template_that_prints_todays_date_is_told_with_the_mend(recipe: Recipe, tmp_path: Path) -> None:
+    tiny.write_tokenizer(tmp_path / "target", chat_template="{{ strftime_now('%Y') }} " + tiny.CHAT_TEMPLATE)
+    said: list[str] = []
+    run_until(recipe, last="prepare", say=said.append)
+    assert "data.template_options.strftime_now='2026-11-30'" in "\n".join(said)
+    said.clear()
+    fixed = with_values(recipe, {"data": {"template_options": {"strftime_now": "2026-11-30"}}})
+    run_until(fixed, last="prepare", say=said.append)
+    assert said
+    assert "today's date" not in "\n".join(said)
 
 
 def test_a_second_extractor_makes_the_shards_of_a_first(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

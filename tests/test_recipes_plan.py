@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +15,7 @@ from typer.testing import CliRunner
 from eyas.recipes import estimate, plan
 from eyas.recipes.cli import app
 from eyas.recipes.estimate import HeadSize, Tokens
+from eyas.recipes.fitting import VLLM_SHARE
 from eyas.recipes.hardware import NAMED, find_hardware
 from eyas.recipes.packaged_targets import packaged_targets
 from eyas.recipes.target_size import TargetSize, read_target_size
@@ -48,7 +52,8 @@ def test_sizes_of_a_dense_and_a_sparse_target() -> None:
     dense = read_target_size(LLAMA_8B, dtype="bfloat16", trust_remote_code=False)
     assert dense.parameters == 8_030_261_248  # as the model card says
     assert dense.active_parameters == dense.parameters - 2 * 128256 * 4096
-    assert dense.weight_bytes == dense.served_bytes == 2 * dense.parameters
+    assert dense.weight_bytes == dense.served_bytes("bfloat16") == 2 * dense.parameters
+    assert dense.served_bytes("float32") == 4 * dense.parameters
     sparse = read_target_size(QWEN3_30B, dtype="bfloat16", trust_remote_code=False)
     assert sparse.parameters == pytest.approx(30.5e9, rel=0.01)
     # "3.3B activated" of the model card counts embedding and lm_head.
@@ -58,7 +63,7 @@ def test_sizes_of_a_dense_and_a_sparse_target() -> None:
 @pytest.mark.parametrize(("target", "gibibytes"), [(GPT_OSS_120B, 60.8), (GPT_OSS_20B, 12.8)])
 def test_weights_in_mxfp4_take_what_the_published_files_take(target: Path, gibibytes: float) -> None:
     size = read_target_size(target, dtype="bfloat16", trust_remote_code=False)
-    assert size.served_bytes / 2**30 == pytest.approx(gibibytes, rel=0.005)  # arXiv 2508.10925, table 1
+    assert size.served_bytes("bfloat16") / 2**30 == pytest.approx(gibibytes, rel=0.005)  # arXiv 2508.10925, table 1
     assert size.weight_bytes == 2 * size.parameters
 
 
@@ -137,15 +142,50 @@ def test_a_target_that_does_not_fit_is_told_with_what_would(overrides: list[str]
     assert "22.35 GiB there: does NOT fit; with features.device_map=auto 15." in fit_of("extract", *wide)
     assert "extract: 15." in fit_of("extract", *wide, "features.device_map=auto")
     assert fit_of("extract", *small).endswith("fits")
-    engine = ["features.backend=vllm", "features.batch_size=16"]
+    engine = ["features.backend=vllm", "features.batch_size=16", "features.gpu_memory_utilization=1.0"]
     # Of 16 conversations of 2,048 tokens: 32 layers, 8 heads of 128, keys and values; and four states of 4,096.
     least = 16 * 2048 * (2 * 32 * 8 * 128 * 4 + 4 * 4096 * 4)
     told = fit_of("extract", *wide, *engine)
     assert told.startswith(f"extract: {(8_030_261_248 * 4 + least) / 2**30:.2f} GiB needed per device")
     half = (8_030_261_248 * 4 + 16 * 2048 * 2 * 32 * 8 * 128 * 4) / 2 + 16 * 2048 * 4 * 4096 * 4
     assert told.endswith(f"with features.tensor_parallel_size=2 {half / 2**30:.2f} GiB would")
-    assert fit_of("extract", *wide, *engine, "features.tensor_parallel_size=2").endswith("fits")
+    assert fit_of("extract", *wide, *engine, "features.tensor_parallel_size=2").endswith("fits on each of 2 devices")
     assert fit_of("extract", *small, "features.mode=online") == ""
+
+
+def test_what_vllm_may_take_of_a_device_decides(overrides: list[str]) -> None:
+    small = [*overrides, "--hardware", "rtx4090", "features.backend=vllm", "features.batch_size=16"]
+    needed = 2 * 8_030_261_248 + 16 * 2048 * (2 * 32 * 8 * 128 * 2 + 4 * 4096 * 2)  # 21.0 of 24 GB
+    told = fit_of("extract", *small)
+    assert told.startswith(
+        f"extract: {needed / 2**30:.2f} GiB needed per device and {0.85 * 24e9 / 2**30:.2f} GiB there"
+    )
+    assert fit_of("extract", *small, "features.gpu_memory_utilization=0.95").endswith("fits")
+    score = [*overrides, "--hardware", "rtx4090", "score.batch_sizes=[1]"]
+    assert "20.56 GiB per device: fits" in fit_of("score", *score), "vLLM's own share"
+    beside = [*score, "score.protocol=side-by-side"]
+    assert "10.28 GiB there" in fit_of("score", *beside), "two engines at a time share it"
+
+
+def test_vllms_own_share_of_memory_is_that_of_the_version_installed() -> None:
+    found = find_spec("vllm")
+    if found is None or found.origin is None:
+        pytest.skip("vLLM is not installed")
+    text = (Path(found.origin).parent / "config" / "cache.py").read_text(encoding="utf-8")
+    assert f"gpu_memory_utilization: float = Field(default={VLLM_SHARE}," in text
+
+
+def test_an_engine_does_not_take_more_devices_than_there_are(overrides: list[str]) -> None:
+    h100 = [*overrides, "--hardware", "h100", "features.backend=vllm", "features.tensor_parallel_size=8"]
+    told = fit_of("extract", *h100)
+    assert "on 8 devices together where there is 1: does NOT fit; with features.tensor_parallel_size=1 " in told
+    both = fit_of("extract", *h100, "features.dtype=float32", "features.batch_size=256", "data.max_length=4096")
+    assert "with features.batch_size=16 features.tensor_parallel_size=1 " in both
+    small = [*overrides, "--hardware", "rtx4090", "score.batch_sizes=[16]", "score.max_model_len=4096"]
+    assert "does NOT fit; on 2 devices with score.tensor_parallel_size=2 " in fit_of("score", *small)
+    assert "does NOT fit; with score.tensor_parallel_size=2 " in fit_of("score", *small, "--devices", "2")
+    two = fit_of("score", *small, "--devices", "2", "score.tensor_parallel_size=4")
+    assert "on 4 devices together where there are 2: does NOT fit; with score.tensor_parallel_size=2 " in two
 
 
 def test_training_and_serving_that_do_not_fit_are_told_with_what_would(overrides: list[str]) -> None:
@@ -158,8 +198,8 @@ def test_training_and_serving_that_do_not_fit_are_told_with_what_would(overrides
     assert "does NOT fit" in fit_of("train", *small, *large, f"train.pack_tokens={2 * size}")
     beside = fit_of("train", *small, "features.mode=online", "features.dtype=float32")
     assert "with features.where=process" in beside
-    assert "with score.tensor_parallel_size=2" in fit_of("score", *small, "score.max_model_len=4096")
-    answers = [*small, "features.dtype=float32", "data.regenerate=true", "data.generation.max_model_len=4096"]
+    answers = [*small, "--devices", "2", "features.dtype=float32", "data.regenerate=true"]
+    answers += ["data.generation.max_model_len=4096"]
     told = fit_of("regenerate", *answers)
     needed = 8_030_261_248 * 4 + 4096 * 2 * 32 * 8 * 128 * 4
     assert told.startswith(f"regenerate: {needed / 2**30:.2f} GiB needed")
@@ -169,12 +209,37 @@ def test_training_and_serving_that_do_not_fit_are_told_with_what_would(overrides
     assert hopeless.endswith("no setting here mends it; it would on no device known here")
 
 
+def test_the_engines_that_are_compared_in_a_wider_type_are_counted(overrides: list[str]) -> None:
+    """Weights and head in float32, and one request's keys and values."""
+    small = [*overrides, "--hardware", "rtx4090", "score.max_model_len=1024", "score.draft_lengths=[3]"]
+    name = r"score, in float32 \(score.lossless\)"
+    told = fit_of(name, *small, "score.lossless.dtype=float32", "score.dtype=bfloat16")
+    needed = 4 * (8_030_261_248 + HEAD_8B) + 1024 * 2 * 32 * 8 * 128 * 4
+    assert f"{needed / 2**30:.2f} GiB needed" in told
+    assert fit_of(name, *small, "score.lossless.dtype=float32", "score.lossless.requests=0") == ""
+    assert fit_of(name, *small, "score.lossless.dtype=bfloat16", "score.dtype=bfloat16") == ""
+
+
+def test_a_measurement_alone_is_held_against_the_memory_too(overrides: list[str], tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    head.mkdir()
+    (head / "model.safetensors").write_bytes(b"0" * 2**20)
+    alone = [*overrides, f"score.head={head}", "--hardware", "rtx4090"]
+    arguments = [*alone, "score.batch_sizes=[2]", "score.max_model_len=4096", "score.dtype=bfloat16"]
+    needed = 2 * 8_030_261_248 + 2 * 4096 * 2 * 32 * 8 * 128 * 2 + 2**20
+    _, stdout, _ = eyas("plan", QUICKSTART, *arguments)
+    assert f"score memory:   about {needed / 2**30:.2f} GiB per GPU" in stdout
+    assert f"score: {needed / 2**30:.2f} GiB of 20.56 GiB per device: fits" in stdout
+    assert "train memory" not in stdout
+
+
 def test_a_known_target_is_planned_without_the_hub(tmp_path: Path) -> None:
     arguments = [f"run_dir={tmp_path}", "target.model=openai/gpt-oss-20b", "features.dtype=bfloat16"]
     code, stdout, stderr = eyas("plan", QUICKSTART, *arguments)
     assert code == 0, stderr
     assert "20.9 billion parameters, 38.96 GiB in bfloat16, 12.8" in stdout
-    assert "its config comes with eyas, because the hub did not give it" in stdout
+    told = next(line for line in stdout.splitlines() if "a copy of its config comes with eyas" in line)
+    assert "a run needs the model itself. target.model: HF_HUB_OFFLINE is set, and the cache" in told
     code, _, stderr = eyas("plan", QUICKSTART, *arguments, "target.revision=main")
     assert (code, "HF_HUB_OFFLINE is set" in stderr) == (2, True)
     code, _, stderr = eyas("prepare", QUICKSTART, *arguments)
@@ -245,7 +310,7 @@ SIZE = TargetSize(
     parameters=5000,
     active_parameters=3000,
     weight_bytes=10_000,
-    served_bytes=10_000,
+    packed_parameters=0,
 )
 
 
@@ -256,9 +321,64 @@ def test_training_counts_what_gathering_leaves() -> None:
     assert flops == 2 * (1000 * 6 * 300 + 400 * (3 * 6 * (700 + 500) + 2 * 500))
 
 
-def test_decoding_is_bound_by_memory_in_small_batches() -> None:
+def answering(tokens: Tokens, **changes: Any) -> float:
+    settings = {"target": SIZE, "dtype": "bfloat16", "mean_length": 100.0, "batch_size": 1, "devices": 1}
+    settings |= {"hardware": NAMED["h100"], "memory_share": 0.5}
+    return estimate.generation_seconds(tokens, **{**settings, **changes})
+
+
+def test_a_step_of_decoding_reads_weights_and_keys_and_values() -> None:
+    """Of SIZE: 2 x 2 layers x 1 head x 5 of two bytes a token; an answer of 100 tokens is 50 long on average."""
     hardware = NAMED["h100"]
-    one = estimate.generation_seconds(1000, target=SIZE, hardware=hardware, devices=1, batch_size=1)
-    assert one == pytest.approx(1000 * 10_000 / (hardware.bandwidth * 0.5))
-    many = estimate.generation_seconds(1000, target=SIZE, hardware=hardware, devices=2, batch_size=100_000)
-    assert many == pytest.approx(1000 * 2 * 3000 / (hardware.flops * 0.5) / 2)
+    everything = Tokens(total=1000, answers=1000)
+    rate = hardware.bandwidth * 0.5
+    assert answering(everything) == pytest.approx(1000 * (10_000 + 50 * 40) / rate)
+    eight = 1000 / 8 * (10_000 + 8 * 50 * 40) / rate
+    assert answering(everything, batch_size=8) == pytest.approx(eight)
+    assert answering(everything, batch_size=8, devices=2) == pytest.approx(eight / 2)
+
+
+def test_no_more_is_decoded_at_a_time_than_the_cache_holds() -> None:
+    few = replace(NAMED["h100"], memory=2 * (10_000 + 3.5 * 50 * 40))
+    everything = Tokens(total=1000, answers=1000)
+    held = answering(everything, batch_size=256, hardware=few)
+    assert held == pytest.approx(answering(everything, batch_size=3))
+
+
+def test_large_batches_of_short_answers_are_bound_by_arithmetic_and_prompts_are_read_once() -> None:
+    hardware = replace(NAMED["h100"], bandwidth=1e18)
+    tokens = Tokens(total=1000, answers=600)
+    answers = 600 * 2 * 3000 / (hardware.flops * 0.5)
+    prompts = 400 * 2 * 3000 / (hardware.flops * 0.5)
+    assert answering(tokens, hardware=hardware, batch_size=100_000) == pytest.approx(answers + prompts)
+
+
+def llama_hours(overrides: list[str], *more: str) -> str:
+    tokens = ["--tokens", "100000000", "--answer-share", "0.5", "--hardware", "h100"]
+    return eyas("plan", QUICKSTART, *overrides, "data.regenerate=true", *tokens, *more)[1]
+
+
+def test_a_plan_says_what_its_hours_divide_by(overrides: list[str]) -> None:
+    batch = ["data.generation.batch_size=64"]
+    one, eight = llama_hours(overrides, *batch), llama_hours(overrides, *batch, "--devices", "8")
+    # 64 sequences of 2,048 x 0.75 tokens, of 131,072 bytes each, beside the weights, at half of 3.35 TB/s.
+    step = (2 * 8_030_261_248 + 64 * 1536 * 131_072) / (3.35e12 / 2)
+    active = 8_030_261_248 - 2 * 128256 * 4096
+    hours = (5e7 / 64 * step + 5e7 * 2 * active / (989e12 / 2)) / 3600
+    assert f"time:           regenerate {hours:.1f} h" in one
+    assert f"time:           regenerate {hours / 8 * 60:.0f} min" in eight
+    assert "side by side" not in one
+    assert f"8 engines answer (data.generation.servers.urls; one takes {hours:.1f} h)" in eight
+    assert "8 tasks extract (--part or --extract-tasks 8; one takes " in eight
+    paired = llama_hours(overrides, *batch, "--devices", "8", "data.generation.tensor_parallel_size=2")
+    assert "4 engines answer" in paired
+
+
+def test_servers_answer_as_many_at_a_time_as_they_are_asked(overrides: list[str]) -> None:
+    servers = ["--devices", "8", "data.generation.servers.urls=[http://a/v1,http://b/v1]"]
+    few = llama_hours(overrides, *servers, "data.generation.servers.concurrency=64")
+    alone = llama_hours(overrides, "data.generation.batch_size=64")
+    hours = float(alone.partition("regenerate ")[2].partition(" h")[0])
+    assert f"2 engines answer (data.generation.servers.urls; one takes {hours:.1f} h)" in few
+    many = llama_hours(overrides, *servers, "data.generation.servers.concurrency=128")
+    assert few != many

@@ -1,4 +1,4 @@
-"""Submitting recipes: the chain, what is refused before a job waits in vain, the record, the status."""
+"""Submitting recipes: the chain, what is written, what is refused before a job waits in vain."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import pytest
 import yaml
 
 from eyas.heads.files import read_json
-from eyas.recipes.run_lock import run_lock
 from eyas.recipes.schema import Recipe
 from eyas.recipes.score_stage import only_arm
 from eyas.recipes.slurm_checks import check_paths
 from eyas.recipes.slurm_jobs import STAGES, plan_chain
-from eyas.slurm.sbatch import job_states
-from eyas.slurm.site import Resources, Site, read_site
-from tests.slurm_runs import eyas, job_line, options, recipe_settings, shared_folder, slurm_says, told
+from eyas.slurm.site import Site
+from tests.slurm_runs import eyas, options, recipe_settings, shared_folder, stands, told
 
 
 @pytest.fixture
@@ -43,7 +41,7 @@ def test_the_chain_of_a_recipe() -> None:
     jobs = {link.stage: link.job for link in links}
     assert {name: (job.resources.nodes, job.resources.gpus_per_node) for name, job in jobs.items()} == {
         "prepare": (1, 0),
-        "extract": (1, 8),
+        "extract": (1, 1),  # transformers on one device; more would idle
         "seal": (1, 0),
         "train": (4, 8),
         "export": (1, 0),
@@ -56,26 +54,26 @@ def test_the_chain_of_a_recipe() -> None:
     assert "EYAS_LAUNCH" not in jobs["score"].environment
 
 
-def test_data_that_the_target_writes_needs_its_gpu() -> None:
-    recipe = Recipe.model_validate(
-        recipe_settings(Path("/shared"), data={"conversations": "c.jsonl", "regenerate": True})
+def test_a_schedule_is_measured_on_one_node(shared: Path) -> None:
+    """It is chosen from all arms' speeds. Without one, or where tasks are named, every arm has a node of its own."""
+    scheduled = ("score.schedule=true", "--stage", "score")
+    eyas("slurm", "submit", str(shared / "tiny.yaml"), *scheduled)
+    script = (shared / "run" / "slurm" / "000-score.sbatch").read_text()
+    assert f"set -- score --only {shared}/run/slurm/recipe.yaml\n" in script
+    assert "#SBATCH --array" not in script
+    stands(shared / "run" / "score", "2999-01-01T00:00:00+00:00")
+    assert "101 score: COMPLETED" in eyas("slurm", "status", str(shared / "run"))  # SLURM has forgotten it
+    said = eyas("slurm", "submit", str(shared / "tiny.yaml"), *scheduled, "--array", "0-1")
+    assert said.startswith(
+        "score: the tasks that --array names measure each arm alone, so score.schedule is NOT measured"
     )
-    (link,) = plan_chain(recipe, Path("/r"), stages=["prepare"], site=Site(gpus_per_node=2), options=options())
-    assert link.job.resources.gpus_per_node == 2
+    assert "#SBATCH --array=0-1\n" in (shared / "run" / "slurm" / "001-score.sbatch").read_text()
 
 
 def test_online_features_have_no_job() -> None:
     recipe = Recipe.model_validate(recipe_settings(Path("/shared"), features={"mode": "online"}))
     links = plan_chain(recipe, Path("/r"), stages=STAGES, site=Site(), options=options())
     assert [link.stage for link in links] == ["prepare", "train", "export", "score"]
-
-
-def test_the_command_line_beats_the_stage_and_the_stage_the_site() -> None:
-    site = Site.model_validate(
-        {"partition": "a", "time": "1", "qos": "q", "stages": {"train": {"time": "2", "partition": "b"}}}
-    )
-    found = Resources(partition="c").over(site.resources("train"))
-    assert (found.partition, found.time, found.qos) == ("c", "2", "q")
 
 
 def test_submitting_writes_scripts_a_record_and_dependencies(shared: Path) -> None:
@@ -104,6 +102,22 @@ def test_a_dry_run_submits_and_writes_nothing(shared: Path, monkeypatch: pytest.
     assert said.count("#!/usr/bin/env bash") == 5
     assert told(shared) == []
     assert not (shared / "run" / "slurm").exists()
+
+
+def test_a_dry_run_finds_what_needs_no_slurm(shared: Path) -> None:
+    """Files may well be elsewhere than on the machine that shows the scripts; the rest is refused as it would be."""
+    dry = ("slurm", "submit", str(shared / "tiny.yaml"), "--dry-run")
+    assert "--time 'tomorrow' is no time limit" in eyas(*dry, "--time", "tomorrow", code=2)
+    said = eyas(*dry, "--launch", "nosuch.json")
+    assert said.startswith("# would be refused on this machine: --launch: nosuch.json does not exist")
+    assert said.count("#!/usr/bin/env bash") == 5
+
+
+def test_what_cannot_stand_in_a_later_script_is_said_before_the_first_job(shared: Path) -> None:
+    site = yaml.safe_load((shared / "site.yaml").read_text()) | {"stages": {"score": {"partition": "gpu\nx"}}}
+    (shared / "site.yaml").write_text(yaml.safe_dump(site))
+    assert "cannot stand in an #SBATCH line" in eyas("slurm", "submit", str(shared / "tiny.yaml"), code=2)
+    assert told(shared) == []
 
 
 def test_a_refusal_passes_sbatchs_words_on_and_keeps_what_was_submitted(
@@ -148,29 +162,6 @@ def test_without_sbatch_it_says_where_to_go(shared: Path, monkeypatch: pytest.Mo
     assert "sbatch is not on PATH" in eyas("slurm", "submit", str(shared / "tiny.yaml"), code=2)
 
 
-def test_cancel_ends_arrays_as_a_whole(shared: Path) -> None:
-    """Tasks that wait behind a limit are one line of scontrol, which scancel does not read."""
-    eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "export", "--stage", "score", "--at-once", "1")
-    slurm_says(shared, "101", job_line(101, "COMPLETED", name="tiny-export"))
-    tasks = [job_line(102, "PENDING", name="tiny-score", array=102, task="1-2%1")]
-    slurm_says(shared, "102", job_line(103, "RUNNING", name="tiny-score", array=102, task="0"), *tasks)
-    assert eyas("slurm", "cancel", str(shared / "run")).splitlines() == ["cancelled 102"]
-    assert told(shared)[-1] == "scancel 102"
-
-
-def test_an_interrupt_leaves_no_job_that_nobody_knows(shared: Path) -> None:
-    """Ctrl-C while sbatch has the job and has not said its number."""
-    (shared / "shims" / "bin" / "sbatch").write_text("#!/bin/bash\nkill -INT $PPID\necho 7\n")
-    assert "Traceback" not in eyas("slurm", "submit", str(shared / "tiny.yaml"), code=130)
-    assert [job["job"] for job in read_json(shared / "run" / "slurm" / "jobs.json")["jobs"]] == ["7"]
-
-
-def test_a_mistyped_run_directory_has_no_jobs(shared: Path) -> None:
-    for command in ("cancel", "retry"):
-        said = eyas("slurm", command, str(shared / "rum"), code=2)
-        assert f"no jobs were submitted for {shared / 'rum'}" in said
-
-
 @pytest.mark.parametrize(
     ("stage", "missing", "words"),
     [
@@ -185,67 +176,6 @@ def test_a_stage_whose_input_nothing_makes_is_refused(shared: Path, stage: str, 
     shutil.rmtree(shared / "run" / missing)
     assert words in eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", stage, code=2)
     assert told(shared) == []
-    eyas("slurm", "submit", str(shared / "tiny.yaml"))
-
-
-def test_a_live_job_holds_the_run_directory(shared: Path) -> None:
-    eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "train")
-    slurm_says(shared, "101", job_line(101, "RUNNING"))
-    said = eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "export", code=2)
-    assert "is held by job 101 (RUNNING)" in said
-    slurm_says(shared, "101", job_line(101, "COMPLETED"))
-    eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "export")
-
-
-def test_where_slurm_cannot_be_asked_nothing_is_submitted(shared: Path) -> None:
-    """A controller that is down has forgotten nothing: two jobs in one run directory would spoil it."""
-    eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "train")
-    scontrol = shared / "shims" / "bin" / "scontrol"
-    scontrol.write_text("#!/bin/bash\necho 'Unable to contact slurm controller (connect failure)' >&2\nexit 1\n")
-    said = eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "train", code=2)
-    assert "the state of job 101 is not known: Unable to contact slurm controller" in said
-    assert "is not known" in eyas("slurm", "status", str(shared / "run"))
-
-
-def test_a_job_of_another_name_is_not_ours(shared: Path) -> None:
-    eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "train")
-    slurm_says(shared, "101", job_line(101, "RUNNING", name="somebody-elses"))
-    eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "train")
-
-
-def test_what_ended_well_is_not_asked_about_again(shared: Path) -> None:
-    eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "train")
-    slurm_says(shared, "101", job_line(101, "COMPLETED"))
-    for _ in range(2):
-        assert "101 train: COMPLETED" in eyas("slurm", "status", str(shared / "run"))
-    assert told(shared).count("scontrol show job 101 -o") == 1
-
-
-def test_jobs_of_another_cluster_are_asked_about_there(shared: Path) -> None:
-    sbatch = shared / "shims" / "bin" / "sbatch"
-    sbatch.write_text("#!/bin/bash\necho '7;far'\n")
-    eyas("slurm", "submit", str(shared / "tiny.yaml"), "--stage", "train", "--stage", "export")
-    assert "#SBATCH --dependency=afterok:7\n" in (shared / "run" / "slurm" / "001-export.sbatch").read_text()
-    slurm_says(shared, "7", job_line(7, "RUNNING"))
-    assert "7;far train: RUNNING" in eyas("slurm", "status", str(shared / "run"))
-    eyas("slurm", "cancel", str(shared / "run"))
-    assert told(shared)[-1].startswith("scancel 7")
-    assert told(shared)[-1].endswith("--clusters=far")
-    assert "scontrol show job 7 -o --clusters=far" in told(shared)
-
-
-def test_a_job_submitted_by_hand_holds_the_run_directory(shared: Path) -> None:
-    (shared / "run" / ".lock").write_text("id 17 on n1, SLURM job 55")
-    slurm_says(shared, "55", job_line(55, "RUNNING", name="by-hand"))
-    said = eyas("slurm", "submit", str(shared / "tiny.yaml"), code=2)
-    assert "is in use by another eyas process (id 17 on n1, SLURM job 55)" in said
-    slurm_says(shared, "55", job_line(55, "FAILED", name="by-hand"))
-    eyas("slurm", "submit", str(shared / "tiny.yaml"))
-
-
-def test_a_process_without_slurm_holds_it_too(shared: Path) -> None:
-    with run_lock(shared / "run"):
-        assert "is in use by another eyas process (id" in eyas("slurm", "submit", str(shared / "tiny.yaml"), code=2)
     eyas("slurm", "submit", str(shared / "tiny.yaml"))
 
 
@@ -270,40 +200,6 @@ def test_so_are_data_on_them(shared: Path) -> None:
         yaml.safe_dump({"shared_paths": [str(shared / "run"), str(shared / "tiny.yaml")]})
     )
     assert "which is another disk on every node" in eyas("slurm", "submit", str(shared / "tiny.yaml"), code=2)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("partitoin: gpu", "partitoin: unknown key; known are account"),
-        ("nodes: many", "nodes: input should be a valid integer"),
-        ("stages: {trian: {nodes: 2}}", "stages.trian"),
-        ("- a", "the file"),
-        ("a: [", "not valid YAML"),
-        ("container: {kind: docker, image: x}", "container.kind"),
-    ],
-)
-def test_a_wrong_site_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "slurm.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"slurm\.yaml") as error:
-        read_site(path)
-    assert message in str(error.value)
-    assert len(str(error.value).splitlines()) == 1
-
-
-def test_states_of_an_array(shared: Path) -> None:
-    lines = [
-        job_line(9, "RUNNING", array=7, task="1"),
-        job_line(7, "PENDING", array=7, task="2-5%1"),
-    ]
-    slurm_says(shared, "7", *lines)
-    assert [(state.job, state.state, state.live) for state in job_states("7")] == [
-        ("7_1", "RUNNING", True),
-        ("7_2-5%1", "PENDING", True),
-    ]
-    assert [state.tasks for state in job_states("7")] == [["1"], ["2", "3", "4", "5"]]
-    assert job_states("8") == []
 
 
 def test_arms_by_number_and_alone(shared: Path) -> None:

@@ -71,7 +71,11 @@ def test_before_anything_was_trained_named_hardware_gives_an_estimate(shared: Pa
     shutil.rmtree(shared / "target")
     tiny.write_target(shared / "target")
     tiny.write_conversation_file(shared / "chats.jsonl", train=8, heldout=2)
-    site = yaml.safe_load((shared / "site.yaml").read_text()) | {"hardware": "h100", "gpus_per_node": 8}
+    site = yaml.safe_load((shared / "site.yaml").read_text()) | {
+        "hardware": "h100",
+        "gpus_per_node": 8,
+        "cpus_per_task": 32,
+    }
     (shared / "site.yaml").write_text(yaml.safe_dump(site))
     layers = "features.capture_layers=[1,2,3]"
     planned = eyas("plan", str(shared / "tiny.yaml"), layers, "train.epochs=3")
@@ -88,10 +92,27 @@ def test_before_anything_was_trained_named_hardware_gives_an_estimate(shared: Pa
     slow = f"train.checkpoint_every={round(2 * 1380 * expected / 4000)}"
     assert "--time leaves 1380 s: does NOT fit" in limits(shared, layers, slow, "--nodes", "2")
     never = f"train.checkpoint_every={round(5 * 1380 * expected / 4000)}"
-    elsewhere = ("data.conversations=null", "data.sources=[{path: org/chats}]", "data.max_train_tokens=1000")
-    assert "the tokens are not known before `eyas prepare`" in limits(shared, layers, *elsewhere)
     refused = limits(shared, layers, never, "--nodes", "2", code=2)
     assert re.search(r"take 17\d\d s or more \([\d,]+ tokens/s, 16 x h100 at their peak\)", refused), refused
+
+
+def test_of_data_that_are_elsewhere_the_share_of_answers_bounds_the_interval(shared: Path) -> None:
+    """All tokens answers takes longest, none takes least: only what is too long even so is refused."""
+    shutil.rmtree(shared / "target")
+    tiny.write_target(shared / "target")
+    elsewhere = ("features.capture_layers=[1,2,3]", "data.conversations=null", "data.sources=[{path: org/chats}]")
+    on = ("--hardware", "h100")
+    assert "the tokens are not known before `eyas prepare`" in limits(shared, *elsewhere, *on)
+    few = (*elsewhere, "data.max_train_tokens=1000", *on)
+    said = limits(shared, *few)
+    match = re.search(r"by estimate at most \d+ s .* \(([\d,]+) tokens/s, 1 x h100, were all tokens answers\)", said)
+    assert match is not None, said
+    assert said.splitlines()[0].endswith("--time leaves 1380 s: fits")
+    slowest = float(match[1].replace(",", ""))
+    long = f"train.checkpoint_every={round(2 * 1380 * slowest / 4000)}"
+    assert "--time leaves 1380 s: may NOT fit" in limits(shared, *few, long)
+    never = f"train.checkpoint_every={round(200 * 1380 * slowest / 4000)}"
+    assert "1 x h100 at their peak" in limits(shared, *few, never, code=2)
 
 
 def test_more_nodes_take_less_time(shared: Path) -> None:

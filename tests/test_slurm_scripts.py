@@ -18,6 +18,8 @@ from tests import slurm_shims
 
 TEMPLATES: tuple[Template, ...] = ("train", "pipeline", "score-array")
 RECIPE = "/shared/my recipe.yaml"
+NODE_GONE = "Task launch for StepId=1.0 failed on node n2: Communication connection failure"
+"""As srun 22.05 says it of a node whose daemon was killed."""
 
 
 def job(**changes: Any) -> Job:
@@ -67,8 +69,8 @@ def test_the_templates_share_their_words() -> None:
     begin, end = "# eyas: common to the three scripts\n", "# eyas: end of common\n"
     texts = [template_text(name) for name in TEMPLATES]
     assert len({text[text.index(begin) : text.index(end)] for text in texts}) == 1
-    pipeline, score, _ = ([*text.partition('echo "eyas: job')[2:]] for text in (texts[1], texts[2], texts[0]))
-    assert pipeline == score, "what follows a stage is the same too"
+    ends = {name: template_text(name).partition('echo "eyas: job')[2] for name in TEMPLATES}
+    assert ends["pipeline"] == ends["score-array"] != "", "what follows a stage is the same too"
 
 
 def test_a_rendered_script_says_what_was_asked() -> None:
@@ -313,22 +315,36 @@ def test_scancel_is_no_requeue(trial: Trial, by: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "lost", "code", "words"),
+    ("state", "lost", "nodes", "code", "words"),
     [
-        ("RUNNING", "1", 0, "eyas: a node was lost; requeued"),
-        ("RUNNING", "0", 1, "training ended with status 1"),
-        ("CANCELLED", "1", 1, "training ended with status 1"),
+        ("RUNNING", NODE_GONE, "MIXED", 0, "eyas: a node was lost; requeued"),
+        ("RUNNING", "Unable to create step: timed out", "ALLOCATED*", 0, "eyas: a node was lost; requeued"),
+        ("RUNNING", "Unable to create step: Node failure", "MIXED", 0, "eyas: a node was lost; requeued"),
+        ("RUNNING", "", "MIXED", 1, "training ended with status 1"),
+        ("RUNNING", "Unable to contact slurm controller (connect failure)", "MIXED", 1, "training ended with status 1"),
+        ("RUNNING", "Unable to create step: Memory required by task is not available", "MIXED", 1, "Memory required"),
+        ("CANCELLED", NODE_GONE, "MIXED", 1, "training ended with status 1"),
     ],
 )
 def test_a_failure_because_a_node_is_lost_is_requeued(
-    trial: Trial, state: str, lost: str, code: int, words: str
+    trial: Trial, state: str, lost: str, nodes: str, code: int, words: str
 ) -> None:
-    """The processes on the other nodes miss it before SLURM does."""
+    """The processes on the other nodes miss it before SLURM does. A step that fails for another reason is no lost node."""
     trial.slurm_says(f"JobState={state} PreemptTime=None")
     trial.step("exit 1")
-    ended, said = trial.run(SHIM_LOST=lost)
+    ended, said = trial.run(SHIM_LOST=lost, SHIM_NODES=nodes)
     assert (ended, trial.requeued) == (code, ["41"] if code == 0 else []), said
     assert words in said
+
+
+def test_a_preemption_of_an_earlier_life_says_nothing_about_this_one(trial: Trial) -> None:
+    trial.slurm_says("JobState=RUNNING StartTime=2026-11-30T14:05:00 PreemptTime=2026-11-30T14:00:00")
+    trial.step("exit 1")
+    assert trial.run()[0] == 1
+    assert trial.requeued == []
+    trial.slurm_says("JobState=RUNNING StartTime=2026-11-30T14:05:00 PreemptTime=2026-11-30T14:06:00")
+    assert trial.run()[0] == 0
+    assert trial.requeued == ["41"]
 
 
 def test_preempted_before_the_first_step_is_requeued(trial: Trial) -> None:
@@ -349,6 +365,20 @@ def test_restarts_without_progress_end(trial: Trial, grows: str) -> None:
     checkpoint.parent.mkdir(parents=True)
     checkpoint.touch()
     assert "without progress" not in trial.run(EYAS_STALLED="2", SLURM_RESTART_COUNT="3")[1]
+
+
+def test_a_task_beside_others_ends_after_a_number_of_restarts(tmp_path: Path) -> None:
+    """What its siblings leave in the shared run directory would hide that it makes nothing itself."""
+    task = {"SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "1"}
+    trial = Trial(tmp_path, template="score-array")
+    trial.step("touch $RUN_DIR/of-another-task-$SLURM_RESTART_COUNT.jsonl; exit 1")
+    ends = [trial.run(EYAS_RESTARTS="2", SLURM_RESTART_COUNT=str(count), **task)[1] for count in range(3)]
+    assert ["restarted 2 times, which is the most for" in said for said in ends] == [False, False, True]
+    assert "without progress" not in "".join(ends)
+    # A combination of a sweep has a run directory of its own, in which progress is its own.
+    alone = Trial(tmp_path / "sweep", environment={"EYAS_RUN_DIR": str(tmp_path / "sweep" / "run" / "{task}")})
+    alone.step("exit 0")
+    assert alone.run(EYAS_RESTARTS="2", SLURM_RESTART_COUNT="5", **task)[0] == 0
 
 
 @pytest.mark.parametrize(

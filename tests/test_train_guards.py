@@ -61,9 +61,22 @@ def test_no_spike_without_enough_losses_or_in_a_constant_or_broken_one() -> None
 
 def test_a_run_that_stalls_stops_by_setting() -> None:
     state = TrainingState(since_best=3)
-    assert not EarlyStop(patience=None).stalled(state)
-    assert not EarlyStop(patience=4).stalled(state)
-    assert EarlyStop(patience=3).stalled(state)
+    assert not EarlyStop(patience=None, first=0).stalled(state)
+    assert not EarlyStop(patience=4, first=0).stalled(state)
+    assert EarlyStop(patience=3, first=0).stalled(state)
+
+
+def test_evaluations_of_the_warm_up_do_not_count_towards_a_stop() -> None:
+    stop, state = EarlyStop(patience=2, first=30), TrainingState(best_step=10)
+    stalled: dict[int, bool] = {}
+    for step in (10, 20, 30, 40, 50):  # after 30 steps, 0 to 29, every one of them was of the warm-up
+        state.step = step
+        stop.count(state)
+        stalled[step] = stop.stalled(state)
+    assert stalled == {10: False, 20: False, 30: False, 40: False, 50: True}
+    state.step = state.best_step = 60
+    stop.count(state)
+    assert state.since_best == 0
 
 
 def test_running_out_of_memory_is_explained_with_numbers() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -306,6 +308,15 @@ def test_a_run_whose_tau_no_longer_rises_ends_and_has_ended_when_started_again(
     assert any("3 evaluations in a row" in line for line in said)
     assert counts["steps"] == counts["best_step"] + 3
     assert _train(tmp_path, inputs, loop=loop) == counts
+
+
+def test_a_run_does_not_stall_in_its_ttt_warm_up(inputs: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    stuck = training.shorter(training.LOOP, learning_rate=1e-30, evaluate_every=1, stop_after_evaluations=2)
+    said: list[str] = []
+    counts = _train(tmp_path, inputs, loop=stuck, say=said.append)
+    told = re.search(r"stopped at step (\d+) of (\d+)", "\n".join(said))
+    assert told is not None and counts["best_step"] == 1
+    assert int(told[1]) == math.ceil(0.3 * int(told[2])) + 2  # without a warm-up, 3
 
 
 def test_unjoined_processes_are_refused(

@@ -26,11 +26,13 @@ from eyas.train.data.answers import (
     stable_number,
 )
 from eyas.train.data.conversations import Conversation, iterate_conversations, write_conversations
+from eyas.train.data.cut import Cut
 from eyas.train.data.dialogues import Sampling, turns
 from eyas.train.data.follow_ups import FollowUps
 from eyas.train.data.generate import EngineSettings, OfflineEngine
 from eyas.train.data.loops import repeated_ngram_share
-from eyas.train.data.regenerate import JOURNAL_NAME, OUTPUT_NAME, regenerate
+from eyas.train.data.prepare import prepare
+from eyas.train.data.regenerate import JOURNAL_NAME, OUTPUT_NAME, TokenLimit, regenerate
 from eyas.train.data.user_turns import UserTurnSettings
 from eyas.train.features.encoding import StoreForm
 from eyas.train.features.states import generation_states_settings
@@ -222,6 +224,50 @@ def test_temperatures_are_mixed_by_conversation_and_stay_on_a_second_run(tmp_pat
     assert again["temperatures"] == counts["temperatures"]
 
 
+def limited(tokens: int, *, max_length: int = 256, seed: int = 0) -> TokenLimit:
+    return TokenLimit(tokens=tokens, cut=Cut(max_length=max_length), seed=seed)
+
+
+def test_no_more_is_answered_than_training_takes(tmp_path: Path, chat: TargetChat, tiny_target: Path) -> None:
+    """The prepare stage, which counts for itself, finds the limit filled and next to nothing that it must leave out."""
+    source = [conversation(f"c{i}", f"question {i}", "and then") for i in range(200)]
+    source += [conversation(f"h{i}", f"held out {i}", split="heldout") for i in range(5)]
+    mean = len(chat.encode_conversation(run(tmp_path, chat, source[:1])[0][0].messages)[0].token_ids)
+    (tmp_path / "limited").mkdir()
+    rows, counts, backend = run(tmp_path / "limited", chat, source, limit=limited(20 * mean), chunk_conversations=4)
+    assert [row.id for row in rows[:5]] != [f"h{i}" for i in range(5)], "shuffled"
+    assert {row.id for row in rows[:5]} == {f"h{i}" for i in range(5)}
+    asked = {request.id.partition("-")[0] for request in backend.asked}
+    assert asked == {row.id for row in rows}, "what is asked is kept"
+    trained = asked - {f"h{i}" for i in range(5)}
+    assert 20 - 3 <= len(trained) <= 20 + 4 + 3
+    assert max(int(name[1:]) for name in trained) > 100, "a sample of the whole file"
+    assert counts["not_needed"] == 200 - len(trained)
+    made = tmp_path / "limited" / "out" / OUTPUT_NAME
+    found = prepare(
+        tmp_path / "tokens",
+        target_dir=tiny_target,
+        conversations=made,
+        max_length=256,
+        max_train_tokens=None,
+        on_bad_line="stop",
+        trust_remote_code=False,
+        seed=0,
+    )
+    assert found["train_tokens"] == counts["train_tokens"] >= 20 * mean
+
+
+def test_a_limit_counts_documents_as_they_will_be_cut(tmp_path: Path, chat: TargetChat) -> None:
+    source = [conversation("h", "held out", split="heldout")]
+    source += [conversation(f"c{i}", f"question {i}", "and then") for i in range(40)]
+    _, counts, _ = run(tmp_path, chat, source, limit=limited(60 * 20, max_length=60), chunk_conversations=1)
+    assert (counts["train_tokens"], counts["not_needed"]) == (60 * 20, 20)
+    (tmp_path / "other").mkdir()
+    other, *_ = run(tmp_path / "other", chat, source, limit=limited(60 * 20, max_length=60, seed=1))
+    assert len(other) == 41, "one chunk of the least size is more than there is"
+    assert [row.id for row in other] != [row.id for row in source]
+
+
 def test_nothing_left_is_an_error_that_says_why(tmp_path: Path, chat: TargetChat) -> None:
     with pytest.raises(ValueError, match=r"nothing is left .*'loop': 2"):
         run(tmp_path, chat, [conversation("a", "loop here"), conversation("b", "loop here")])
@@ -344,14 +390,20 @@ def test_the_target_goes_on_after_its_own_prompts(tmp_path: Path, chat: TargetCh
 
 
 def crash_and_resume(
-    tmp_path: Path, chat: TargetChat, rows: Sequence[Conversation], *, kills: Sequence[tuple[int, int, int]], chunk: int
+    tmp_path: Path,
+    chat: TargetChat,
+    rows: Sequence[Conversation],
+    *,
+    kills: Sequence[tuple[int, int, int]],
+    chunk: int,
+    limit: TokenLimit | None = None,
 ) -> tuple[bytes, dict[str, Any], Backend]:
     """The output after the kills: each lets `deaths` answers through and then cuts a file short."""
     source, out_dir = tmp_path / "source.jsonl", tmp_path / "out"
     out_dir.mkdir(parents=True)
     write_conversations(source, rows)
     arguments: dict[str, Any] = {"conversations": source, "chat": chat, "sampling": sampling()}
-    arguments |= {"chunk_conversations": chunk, "follow_ups": FollowUps(count=1)}
+    arguments |= {"chunk_conversations": chunk, "follow_ups": FollowUps(count=1), "limit": limit}
     for answers, which, cut in kills:
         backend = Backend(chat, out_dir, scripted)
         backend.die_after = answers
@@ -375,6 +427,7 @@ def crash_and_resume(
     ),
     kills=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9), st.integers(0, 600)), min_size=1, max_size=4),
     chunk=st.integers(1, 4),
+    tokens=st.none() | st.integers(1, 400),
 )
 def test_no_kill_loses_or_doubles_a_conversation(
     tmp_path_factory: pytest.TempPathFactory,
@@ -382,12 +435,15 @@ def test_no_kill_loses_or_doubles_a_conversation(
     texts: list[list[str]],
     kills: list[tuple[int, int, int]],
     chunk: int,
+    tokens: int | None,
 ) -> None:
     """Answers are stopped anywhere and any file loses any number of its last bytes; the end is as if nothing happened."""
     rows = [conversation("sure", "an easy question")]
     rows += [conversation(f"c{i}", *turns, source="self" if i % 2 else "test") for i, turns in enumerate(texts)]
-    wanted, counts, _ = crash_and_resume(tmp_path_factory.mktemp("calm"), chat, rows, kills=[], chunk=chunk)
-    found, again, _ = crash_and_resume(tmp_path_factory.mktemp("killed"), chat, rows, kills=kills, chunk=chunk)
+    limit = None if tokens is None else limited(tokens)
+    calm, killed = tmp_path_factory.mktemp("calm"), tmp_path_factory.mktemp("killed")
+    wanted, counts, _ = crash_and_resume(calm, chat, rows, kills=[], chunk=chunk, limit=limit)
+    found, again, _ = crash_and_resume(killed, chat, rows, kills=kills, chunk=chunk, limit=limit)
     assert found == wanted
     assert again == counts
 

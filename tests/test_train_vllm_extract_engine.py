@@ -58,8 +58,8 @@ from eyas.train.features.vllm_extract import _last_error, extract_vllm
 from tests import tiny
 
 NUM_LAYERS = 4
-MAX_ERROR = 5e-5
-"""Of float32 rounding up to 1.2e-5 is left here; a wrong layer, norm or mask is off by tenths."""
+MAX_ERROR = 1e-5
+"""Of float32 rounding; a wrong layer, norm or mask is off by tenths."""
 FORMS = {
     "float32": StoreForm(storage="float32", teacher="hidden", teacher_k=0, last_everywhere=False),
     "eagle": StoreForm(storage="float32", teacher="hidden", teacher_k=0, last_everywhere=True),
@@ -71,9 +71,22 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"target": "qwen3", "form": "float32", "layers": (1, 2, 3), "batch_tokens": 256},
     "mixture of experts": {"target": "moe", "form": "float32", "layers": (1, 2, 3), "batch_tokens": 256},
     # Layers that see the last 16 tokens between layers that see all, and attention sinks.
-    "gpt-oss": {"target": "gpt-oss", "form": "float32", "layers": (1, 2, NUM_LAYERS), "batch_tokens": 48},
+    # Its activation rounds more: up to 1.2e-5 is left.
+    "gpt-oss": {
+        "target": "gpt-oss",
+        "form": "float32",
+        "layers": (1, 2, NUM_LAYERS),
+        "batch_tokens": 48,
+        "max_error": 2e-5,
+    },
     "eagle": {"target": "llama", "form": "eagle", "layers": (), "batch_tokens": 256},
-    "fp8 top-k": {"target": "llama", "form": "fp8 top-k", "layers": (1, 2, 3), "batch_tokens": 256},
+    "fp8 top-k": {
+        "target": "llama",
+        "form": "fp8 top-k",
+        "layers": (1, 2, 3),
+        "batch_tokens": 256,
+        "max_error": 0.005,
+    },
 }
 REQUESTS = 14
 GENERATION_LAYERS = (1, 2, 3)
@@ -223,7 +236,7 @@ def test_the_store_is_that_of_transformers(
                 states = {"captured", "last", "teacher"} & mine.keys()
                 assert len(states) == (1 if name == "eagle" else 2)
                 errors += [relative_error(mine[tensor], other[tensor]) for tensor in states]
-    assert max(errors) < (0.005 if CASES[name]["form"] == "fp8 top-k" else MAX_ERROR)
+    assert max(errors) < CASES[name].get("max_error", MAX_ERROR)
     print(f"{name}: {max(errors):.1e}")
 
 

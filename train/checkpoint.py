@@ -54,7 +54,7 @@ class TrainingState:
     Attributes:
         step: steps done, which is also the cursor in the order of batches.
         best_step, best_tau: of the best evaluation so far; step -1 before the first one.
-        evaluations: held-out evaluations done. since_best: those since the best one.
+        evaluations: held-out evaluations done. since_best: those since the best one, and since the TTT warm-up.
         skipped: steps left out because their gradient was not finite. spikes: losses far above those before them.
         tokens, slots: trained on so far, over all processes; slots count every TTT step.
         wandb_id: of the wandb run, for a run directory that lost its own record of it; None where there is none.

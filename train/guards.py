@@ -99,14 +99,24 @@ class SpikeGuard:
 
 
 class EarlyStop:
-    """Ends a run whose held-out tau no longer rises."""
+    """Ends a run whose held-out tau no longer rises.
 
-    def __init__(self, *, patience: int | None) -> None:
+    A head that has not yet been trained on its own output has a tau that levels off early: what a run does in its TTT
+    warm-up says nothing of whether it is done, and is not counted.
+    """
+
+    def __init__(self, *, patience: int | None, first: int) -> None:
         """
         Args:
             patience: evaluations in a row without a new best tau (train.stop_after_evaluations); None never stops.
+            first: the first step (0-based) that trains all TTT steps.
         """
-        self._patience = patience
+        self._patience, self._first = patience, first
+
+    def count(self, state: TrainingState) -> None:
+        """Count the evaluation that was just made of the head after `state.step` steps."""
+        counts = state.step > self._first and state.step != state.best_step
+        state.since_best = state.since_best + 1 if counts else 0
 
     def stalled(self, state: TrainingState) -> bool:
         """Whether to stop."""

@@ -75,9 +75,8 @@ class Keeper:
         with self.ema.swapped(), self.engine.whole_head() as head:
             statistics = self.evaluation.statistics(head, engine=self.engine)
             state.evaluations += 1
-            state.since_best += 1
             if statistics.tau > state.best_tau:
-                state.best_step, state.best_tau, state.since_best = state.step, statistics.tau, 0
+                state.best_step, state.best_tau = state.step, statistics.tau
                 if self.engine.is_main:
                     directory = head_directory(self.run_dir, state.step)
                     shutil.rmtree(directory, ignore_errors=True)  # what a kill in the middle of this left there

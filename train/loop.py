@@ -67,7 +67,8 @@ class Trainer:
         self.total = len(self.order)
         self.nonfinite = NonFiniteGuard(limit=self.settings.max_skipped_steps, say=self.say)
         self.spikes = SpikeGuard()
-        self.early_stop = EarlyStop(patience=self.settings.stop_after_evaluations)
+        warmed_up = self.settings.warmed_up_at(total=self.total)
+        self.early_stop = EarlyStop(patience=self.settings.stop_after_evaluations, first=warmed_up)
 
     def train(self) -> TrainingState:
         """Run to the last step and return the final state.
@@ -192,6 +193,7 @@ class Trainer:
     def _evaluate(self) -> None:
         with self.window.paused():
             statistics = self.keeper.evaluate(self.state)
+            self.early_stop.count(self.state)
         record: dict[str, float | int] = {"step": self.state.step, "heldout/tau": statistics.tau}
         record |= {f"heldout/marginal_{i + 1}": rate for i, rate in enumerate(statistics.marginal)}
         self.tracker.log(record)

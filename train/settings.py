@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from eyas.train.noise import FeatureNoise
@@ -18,7 +19,8 @@ class LoopSettings:
         learning_rate: peak rate of AdamW; other rates follow it.
         ema_decay: evaluate and keep an average of the weights; None evaluates the weights themselves.
         evaluate_conversations: held-out conversations of an evaluation while training; the final figure uses all.
-        stop_after_evaluations: end when so many evaluations in a row brought no better tau; None never does.
+        stop_after_evaluations: end when so many evaluations in a row brought no better tau, none of them of the steps that train
+            one TTT step only; None never does.
         max_skipped_steps: steps that may be skipped since a loss or gradient is not finite.
         chain_length: drafted tokens k of the held-out tau.
     """
@@ -65,10 +67,14 @@ class LoopSettings:
             final_share=self.final_share,
         )
 
+    def warmed_up_at(self, *, total: int) -> int:
+        """The first step (0-based) that trains all TTT steps; those before it train one, which costs least."""
+        return 0 if self.ttt_steps == 1 else math.ceil(self.ttt_warmup_share * total)
+
     def ttt_steps_at(self, step: int, *, total: int) -> int:
-        """Training-time-test steps of an optimiser step: one while warming up, which costs least."""
-        return 1 if step < self.ttt_warmup_share * total else self.ttt_steps
+        """Training-time-test steps of an optimiser step."""
+        return 1 if step < self.warmed_up_at(total=total) else self.ttt_steps
 
     def steps_change_at(self, step: int, *, total: int) -> bool:
         """Whether an optimiser step has another number of TTT steps than the one before it."""
-        return step > 0 and self.ttt_steps_at(step, total=total) != self.ttt_steps_at(step - 1, total=total)
+        return 0 < step == self.warmed_up_at(total=total)

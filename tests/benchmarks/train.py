@@ -19,6 +19,7 @@ Useful FLOP/s are the operations that the loss needs (heads/flops.py) by seconds
 from __future__ import annotations
 
 import argparse
+import errno
 import itertools
 import json
 import os
@@ -37,6 +38,8 @@ from tests.benchmarks.train_measure import measure_gemm, measure_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 PEER = "speculators"
+OUT_OF_MEMORY = errno.ENOMEM
+"""Exit code of a process whose cell does not fit into the GPU's memory."""
 PEER_BYTES_PER_PAIR = 10
 """Bytes that the peer's eager attention keeps per head and pair of query and key, as measured at 2048 slots and 7 steps."""
 
@@ -45,7 +48,11 @@ def main() -> None:
     """Parse the command line and run what it asks for."""
     arguments = parse(sys.argv[1:])
     if arguments.child is not None:
-        print(json.dumps(run_cell(Cell(**json.loads(arguments.child)), arguments)))
+        try:
+            print(json.dumps(run_cell(Cell(**json.loads(arguments.child)), arguments)))
+        except torch.OutOfMemoryError as error:
+            print(error, file=sys.stderr)
+            sys.exit(OUT_OF_MEMORY)
     elif arguments.quality:
         from tests.benchmarks.train_quality import compare_quality
 
@@ -129,6 +136,8 @@ def in_process(cell: Cell, arm: str, arguments: argparse.Namespace) -> dict[str,
         command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
     environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}
     done = subprocess.run(command, cwd=ROOT, env=environment, check=False, text=True, stdout=subprocess.PIPE)
+    if done.returncode == OUT_OF_MEMORY:
+        return header | {"error": "ran out of memory", "out_of_memory": True}
     if done.returncode:
         return header | {"error": f"ended with {done.returncode}"}
     return json.loads(done.stdout.splitlines()[-1])

@@ -6,7 +6,7 @@
     training     some epochs on those states with the training loop: does the loss fall?        (tests/gpu/random_run.py)
 
 Each part prints its figures as they come and appends a line of JSON. Exit code 1 says that a part failed, 2 that the
-check cannot run here.
+check, or a part for want of memory, cannot run here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import gc
 import importlib.metadata
 import json
 import math
-import signal
+import os
 import sys
 import time
 import traceback
@@ -28,15 +28,17 @@ from typing import Any
 
 import torch
 
-from eyas.recipes.hardware import nominal_flops
+from eyas.recipes.hardware import gib, nominal_flops
 from tests.benchmarks.train import in_process, line, parse
 from tests.benchmarks.train_cells import Cell, Precision
-from tests.gpu.numerics import LIMITS, compare
+from tests.gpu.numerics import DOCUMENT_TOKENS, LIMITS, TOKENS, Difference, compare
+from tests.gpu.packages import PACKAGES
+from tests.gpu.preconditions import why_not
 from tests.gpu.random_run import extract, train
+from tests.gpu.states import STATES_LIMIT
 
-GIB = 2**30
+FAILED, TOO_LARGE = "FAILED", "needs more memory than there is"
 PARTS = ("numerics", "step", "extraction", "training")
-PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,20 +46,20 @@ class Scale:
     """How much is done.
 
     Attributes:
-        target_layers: of the random target. numerics_tokens: the CPU computes them too, with dense masks.
+        target_layers: of the random target.
         step_tokens: of the pack of a step, and of a step of the training. step_ttt_steps: each is a cell.
-        extracted_tokens: what the target runs over and the disk holds.
+        extracted_tokens: what the target runs over and the disk holds. extraction_repeats: timed turns of it.
         gemm_seconds: for the rate of plain products, per shape.
     """
 
     preset: str
     target_layers: int
-    numerics_tokens: int
     step_tokens: int
     step_ttt_steps: tuple[int, ...]
     step_repeats: int
     document_tokens: int
     extracted_tokens: int
+    extraction_repeats: int
     epochs: int
     gemm_seconds: float
 
@@ -65,24 +67,24 @@ class Scale:
 FULL = Scale(
     preset="llama-3.1-8b",
     target_layers=32,
-    numerics_tokens=192,
     step_tokens=8192,
     step_ttt_steps=(3, 7),
     step_repeats=20,
     document_tokens=1024,
     extracted_tokens=65_536,
+    extraction_repeats=3,
     epochs=3,
     gemm_seconds=0.5,
 )
 DRY = Scale(
     preset="tiny",
     target_layers=4,
-    numerics_tokens=128,
     step_tokens=256,
     step_ttt_steps=(3,),
     step_repeats=1,
     document_tokens=64,
     extracted_tokens=1024,
+    extraction_repeats=1,
     epochs=3,
     gemm_seconds=0.0,
 )
@@ -94,7 +96,7 @@ class Check:
     def __init__(self, scale: Scale, *, device: torch.device, work: Path, out: Path) -> None:
         self.scale, self.device, self.work, self.out = scale, device, work, out
         self.peak = nominal_flops(device_name(device))
-        self.failed: list[str] = []
+        self.ended_badly: dict[str, list[str]] = {FAILED: [], TOO_LARGE: []}
 
     def parts(self) -> dict[str, Callable[[], bool]]:
         """All parts by name, in their order."""
@@ -111,7 +113,7 @@ class Check:
     def introduce(self) -> None:
         """Say what is checked, on what."""
         name, versions = device_name(self.device), {each: importlib.metadata.version(each) for each in PACKAGES}
-        peak = "not known" if self.peak is None else f"{self.peak / 1e12:,.0f} TFLOP/s"
+        peak = "not known" if self.peak is None else f"{self.peak / 1e12:,.0f} TFLOP/s (of its fastest form)"
         shown = ", ".join(f"{package} {version}" for package, version in versions.items())
         self.say(f"{name}, bf16 peak by its maker: {peak}; {self.scale.preset} shapes; {shown}\n")
         self.record("device", {"name": name, "date": time.strftime("%F"), **versions})
@@ -120,16 +122,19 @@ class Check:
         """Run one part; one that raises has failed, and the others still run."""
         begin = time.perf_counter()
         try:
-            good = part()
+            verdict = "ok" if part() else FAILED
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            verdict = TOO_LARGE
         except Exception:
             traceback.print_exc()
-            good = False
+            verdict = FAILED
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.say(f"{name:11} {'ok' if good else 'FAILED'} in {time.perf_counter() - begin:.0f} s\n")
-        if not good:
-            self.failed.append(name)
+        self.say(f"{name:11} {verdict} in {time.perf_counter() - begin:.0f} s\n")
+        if verdict != "ok":
+            self.ended_badly[verdict].append(name)
 
     def say(self, text: str) -> None:
         """Print at once: the script may be stopped by its time limit."""
@@ -140,7 +145,9 @@ class Check:
         with self.out.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({"part": part, **figures}) + "\n")
 
-    def cell(self, *, tokens: int, ttt_steps: int, precision: Precision = "bf16") -> Cell:
+    def cell(
+        self, *, tokens: int, ttt_steps: int, precision: Precision = "bf16", document_tokens: int | None = None
+    ) -> Cell:
         """A cell of the benchmark at this scale."""
         return Cell(
             preset=self.scale.preset,
@@ -148,20 +155,15 @@ class Check:
             ttt_steps=ttt_steps,
             answer_share=0.75,
             precision=precision,
-            document_tokens=self.scale.document_tokens,
+            document_tokens=document_tokens or self.scale.document_tokens,
         )
 
     def numerics(self) -> bool:
         """A step against the reference, in float32 and in bfloat16."""
-        cell = self.cell(tokens=self.scale.numerics_tokens, ttt_steps=3, precision="fp32")
+        cell = self.cell(tokens=TOKENS, ttt_steps=3, precision="fp32", document_tokens=DOCUMENT_TOKENS)
         found = compare(cell, device=self.device)
         for each in found:
-            loss, gradient = LIMITS[each.precision]
-            self.say(
-                f"{each.precision}  loss {each.loss:.6f}, CPU reference {each.reference_loss:.6f} (off by "
-                f"{each.loss_error:.1e}, limit {loss:.0e}); gradient off by {each.gradient:.1e} in {each.parameter} "
-                f"(limit {gradient:.0e})"
-            )
+            self.say(shown_difference(each))
             self.record("numerics", asdict(each))
         return all(each.fits for each in found)
 
@@ -172,7 +174,9 @@ class Check:
         options += ["--gemm-seconds", str(scale.gemm_seconds), "--threads", str(torch.get_num_threads())]
         figures = in_process(self.cell(tokens=scale.step_tokens, ttt_steps=ttt_steps), "ours", parse(options))
         if "error" in figures:
-            raise RuntimeError(f"the process of the step {figures['error']}")
+            raise (MemoryError if figures.get("out_of_memory") else RuntimeError)(
+                f"the process of the step {figures['error']}"
+            )
         figures["mfu"] = self.mfu(figures["flops_per_second"])
         self.say(f"T={scale.step_tokens} K={ttt_steps} bf16  {line(figures)}  {shown_mfu(figures['mfu'])}")
         self.record("step", figures)
@@ -186,17 +190,18 @@ class Check:
             self.cell(tokens=scale.extracted_tokens, ttt_steps=3),
             num_layers=scale.target_layers,
             batch_tokens=scale.step_tokens,
+            repeats=scale.extraction_repeats,
             device=self.device,
         )
         mfu = self.mfu(found.flops / found.bare_seconds)
         self.say(
             f"{found.tokens:,} tokens, {scale.target_layers} layers: bare {found.tokens / found.bare_seconds:,.0f} tok/s "
-            f"({shown_mfu(mfu)}), extraction {found.tokens / found.seconds:,.0f} tok/s "
-            f"({found.bare_seconds / found.seconds:.0%} of bare), {found.store_bytes / found.seconds / 1e9:.2f} GB/s to "
-            f"disk, peak {found.memory_bytes / GIB:.1f} GiB"
+            f"({shown_mfu(mfu)}, attention and padding not counted), extraction {found.tokens / found.seconds:,.0f} tok/s "
+            f"({found.bare_seconds / found.seconds:.0%} of bare), {found.store_bytes / found.seconds / 1e9:.2f} GB/s "
+            f"written, peak {gib(found.memory_bytes)}; states off by {found.states_error:.1e} (limit {STATES_LIMIT:.0e})"
         )
         self.record("extraction", asdict(found) | {"mfu": mfu})
-        return True
+        return found.states_error <= STATES_LIMIT
 
     def training(self) -> bool:
         """The training loop on the extracted states."""
@@ -204,8 +209,8 @@ class Check:
         cell = self.cell(tokens=scale.extracted_tokens, ttt_steps=3)
         found = train(self.work, cell, batch_tokens=scale.step_tokens, epochs=scale.epochs, precision="bf16")
         self.say(
-            f"{found.steps} steps: loss {found.first_loss:.4f} -> {found.last_loss:.4f}, {found.tokens_per_second:,.0f} "
-            f"tok/s, {found.share_of} {found.share:.0%}, peak {found.memory_bytes / GIB:.1f} GiB"
+            f"{found.steps} steps: mean loss of an epoch {found.first_loss:.4f} -> {found.last_loss:.4f}, {found.tokens_per_second:,.0f} "
+            f"tok/s, {found.share_of} {found.share:.0%}, peak {gib(found.memory_bytes)}"
         )
         self.record("training", asdict(found))
         return found.last_loss < found.first_loss
@@ -218,6 +223,17 @@ class Check:
 def device_name(device: torch.device) -> str:
     """What its driver calls it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def shown_difference(found: Difference) -> str:
+    """A comparison in words, with its limits."""
+    limit = LIMITS[found.precision]
+    return (
+        f"{found.precision}  loss {found.loss:.6f}, CPU reference {found.reference_loss:.6f} (off by {found.loss_error:.1e}, limit "
+        f"{limit.loss:.0e}); acceptance off by {found.acceptance_error:.1e} (limit {limit.acceptance:.0e}); hits {found.hits:.0f} "
+        f"and {found.reference_hits:.0f} of {found.rows}; gradient off by {found.gradient:.1e} in {found.parameter} (limit "
+        f"{limit.gradient:.0e})"
+    )
 
 
 def shown_mfu(mfu: float | None) -> str:
@@ -243,10 +259,16 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """Run all parts; the exit code says whether the device is right."""
     arguments = parse_arguments(argv)
+    if arguments.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the code of a run takes a GPU wherever it sees one
     cuda = torch.cuda.is_available()
     kind = arguments.device or ("cpu" if arguments.dry and not cuda else "cuda")
     if kind == "cuda" and not cuda:
         print("error: torch sees no GPU here; --dry tries the script on the CPU with tiny shapes", file=sys.stderr)
+        return 2
+    reason = why_not(torch.device(kind), work=arguments.work, full=not arguments.dry)
+    if reason is not None:
+        print(f"error: {reason}", file=sys.stderr)
         return 2
     scale = DRY if arguments.dry else FULL
     check = Check(scale, device=torch.device(kind), work=arguments.work, out=arguments.out)
@@ -254,15 +276,13 @@ def main(argv: list[str]) -> int:
     for name, part in check.parts().items():
         if name.split()[0] in arguments.only:
             check.run(name, part)
-    check.say(f"FAILED: {', '.join(check.failed)}" if check.failed else f"all parts passed; figures in {arguments.out}")
-    return 1 if check.failed else 0
-
-
-def end_on_sigterm() -> None:
-    """Let SIGTERM end this process as an exception does, so that the process of a step does not outlive it."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for verdict, names in check.ended_badly.items():
+        if names:
+            check.say(f"{verdict}: {', '.join(names)}")
+    if not any(check.ended_badly.values()):
+        check.say(f"all parts passed; figures in {arguments.out}")
+    return 1 if check.ended_badly[FAILED] else 2 if check.ended_badly[TOO_LARGE] else 0
 
 
 if __name__ == "__main__":
-    end_on_sigterm()
     sys.exit(main(sys.argv[1:]))

@@ -6,13 +6,13 @@ training reads. So nothing of its size is written, and everything after loading 
 
 from __future__ import annotations
 
+import gc
 import random
 import shutil
-import time
+import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from safetensors.torch import save_file
@@ -23,7 +23,6 @@ from eyas.heads.files import write_json
 from eyas.heads.initialise import HeadStart
 from eyas.recipes.hardware import nominal_flops
 from eyas.train.data.tokens import SPLITS, Tokens, TokenWriter
-from eyas.train.features import extract as extract_module
 from eyas.train.features.encoding import StoreForm
 from eyas.train.features.extract import length_batches, padded
 from eyas.train.inputs import Offline, TrainedInputs
@@ -35,7 +34,9 @@ from eyas.train.run import run_training
 from eyas.train.settings import LoopSettings
 from eyas.train.start import HeadPlan
 from eyas.train.tracking import METRICS_NAME, TrackingSettings, read_metrics
+from tests.benchmarks.loaded_target import bare_seconds, extract_seconds
 from tests.benchmarks.train_cells import Cell, answer_mask, document_lengths
+from tests.gpu.states import states_error
 
 FORM = StoreForm(storage="bfloat16", teacher="hidden", teacher_k=0, last_everywhere=False)
 HELDOUT_EVERY = 8
@@ -47,6 +48,7 @@ class Extracted:
 
     Attributes:
         flops: of the decoder's weights on all tokens, two per weight and token.
+        states_error: of what is stored, beside the target's states of single documents (tests/gpu/states.py).
     """
 
     tokens: int
@@ -55,11 +57,17 @@ class Extracted:
     store_bytes: int
     memory_bytes: int
     flops: float
+    states_error: float
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A training of some epochs; rates and losses from its metrics file, the first steps left out of rates."""
+    """A training of some epochs; rates and losses from its metrics file, the first half of the steps left out of rates.
+
+    Attributes:
+        first_loss, last_loss: means over the first and the last epoch.
+        share: of the rate that `share_of` is of: the maker's (mfu), or a measured one (gemm_share).
+    """
 
     steps: int
     first_loss: float
@@ -111,10 +119,12 @@ def write_tokens(directory: Path, cell: Cell) -> None:
     write_json(directory / "stop_tokens.json", [0])
 
 
-def extract(work: Path, cell: Cell, *, num_layers: int, batch_tokens: int, device: torch.device) -> Extracted:
-    """Make the target and the tokens in `work`, and run the target over them bare and as the extract stage.
+def extract(
+    work: Path, cell: Cell, *, num_layers: int, batch_tokens: int, repeats: int, device: torch.device
+) -> Extracted:
+    """Make the target and the tokens in `work`, and run the target over them bare and as the extract stage, in turns.
 
-    The first of two passes of each kind warms up.
+    Seconds are medians of `repeats` turns; one more warms up.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -127,53 +137,45 @@ def extract(work: Path, cell: Cell, *, num_layers: int, batch_tokens: int, devic
         for split in splits
         for batch in length_batches(split.lengths.tolist(), batch_tokens=batch_tokens)
     ]
-    bare = [_bare(model, batches, device=device) for _ in range(2)]
-    seconds = []
-    for _ in range(2):
-        shutil.rmtree(work / "features", ignore_errors=True)
-        seconds.append(_extract(work, cell, model, batch_tokens=batch_tokens))
-        for layer in model.get_decoder().layers:
-            layer._forward_hooks.clear()
-    store = sum(path.stat().st_size for path in (work / "features").glob("*.safetensors"))
-    weights = sum(parameter.numel() for parameter in model.get_decoder().layers.parameters())
+    store, bare, seconds = work / "features", [], []
+    for _ in range(1 + repeats):
+        bare.append(bare_seconds(model, batches, device=device))
+        shutil.rmtree(store, ignore_errors=True)
+        seconds.append(_extract(store, cell, model, batch_tokens=batch_tokens))
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return Extracted(tokens, bare[-1], seconds[-1], store, memory, flops=2.0 * weights * tokens)
+    weights = sum(parameter.numel() for parameter in model.get_decoder().layers.parameters())
+    return Extracted(
+        tokens=tokens,
+        bare_seconds=statistics.median(bare[1:]),
+        seconds=statistics.median(seconds[1:]),
+        store_bytes=sum(path.stat().st_size for path in store.glob("*.safetensors")),
+        memory_bytes=memory,
+        flops=2.0 * weights * tokens,
+        states_error=states_error(store, model, config=cell.config, device=device),
+    )
 
 
-@torch.inference_mode()
-def _bare(model: Any, batches: list[torch.Tensor], *, device: torch.device) -> float:
-    begin = time.perf_counter()
-    for token_ids_BT in batches:
-        model.model(input_ids=token_ids_BT.to(device), use_cache=False)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begin
-
-
-def _extract(work: Path, cell: Cell, model: Any, *, batch_tokens: int) -> float:
-    """Seconds of the extract stage from the tokens on disk to closed shards, the target being loaded."""
-    begin = time.perf_counter()
-    with mock.patch.object(extract_module, "load_target_model", return_value=model):
-        extract_module.extract(
-            work / "features",
-            tokens_dir=work / "tokens",
-            target_dir=work,
-            capture_layers=cell.config.capture_layers,
-            dtype="bfloat16",
-            form=FORM,
-            batch_tokens=batch_tokens,
-            threads=None,
-            device_map=None,
-            trust_remote_code=False,
-            generated_states=None,
-        )
-    return time.perf_counter() - begin
+def _extract(store: Path, cell: Cell, model: Any, *, batch_tokens: int) -> float:
+    return extract_seconds(
+        store,
+        model=model,
+        tokens_dir=store.parent / "tokens",
+        target_dir=store.parent,
+        capture_layers=cell.config.capture_layers,
+        dtype="bfloat16",
+        form=FORM,
+        batch_tokens=batch_tokens,
+    )
 
 
 def train(work: Path, cell: Cell, *, batch_tokens: int, epochs: int, precision: Precision) -> Trained:
     """Train a head on what `extract` left in `work`, with the code of a run: loop, evaluation, checkpoint, final figures."""
     out_dir = work / "train"
     out_dir.mkdir()
+    if torch.cuda.is_available():  # the peak is to be that of training, not that of the target before it
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     counts = run_training(
         out_dir,
         inputs=TrainedInputs(
@@ -192,19 +194,19 @@ def train(work: Path, cell: Cell, *, batch_tokens: int, epochs: int, precision: 
         trust_remote_code=False,
         say=lambda _line: None,
     )
-    return _trained([row for row in read_metrics(out_dir / METRICS_NAME) if "loss" in row], counts=counts)
+    rows = [row for row in read_metrics(out_dir / METRICS_NAME) if "loss" in row]
+    return _trained(rows, epochs=epochs, counts=counts)
 
 
-def _trained(rows: list[dict[str, Any]], *, counts: dict[str, Any]) -> Trained:
+def _trained(rows: list[dict[str, Any]], *, epochs: int, counts: dict[str, Any]) -> Trained:
     warm = rows[len(rows) // 2 :]
     (share_of,) = {"mfu", "gemm_share"} & warm[0].keys()
-    means = {key: sum(row[key] for row in warm) / len(warm) for key in ("loss", "tokens_per_second", share_of)}
     return Trained(
         steps=counts["steps"],
-        first_loss=rows[0]["loss"],
-        last_loss=rows[-1]["loss"],
-        tokens_per_second=means["tokens_per_second"],
-        share=means[share_of],
+        first_loss=statistics.mean(row["loss"] for row in rows if row["epoch"] <= 1),
+        last_loss=statistics.mean(row["loss"] for row in rows if row["epoch"] > epochs - 1),
+        tokens_per_second=statistics.mean(row["tokens_per_second"] for row in warm),
+        share=statistics.mean(row[share_of] for row in warm),
         share_of=share_of,
         memory_bytes=int(rows[-1]["memory_bytes"]),
         heldout_tau=counts["heldout_tau"],

@@ -8,28 +8,48 @@ The input is walked in chunks, and all turns of a chunk are answered before the 
 with the input. A finished chunk is appended to the output, and a line in `chunks.jsonl` says how long the output then
 is. After a kill the output is cut back to the last such line, and the answers of the chunk that was under way lie in
 the files of its rounds (answers.py): nothing is lost and nothing is said twice.
+
+Where training takes so many tokens only, no more are made: conversations are then taken in a shuffled order, the held-out
+ones first, until those for training have as many. How large a chunk is follows from the chunks before it, so a
+continued run cuts the same ones.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from eyas.heads.chat import TargetChat
 from eyas.train.data.answers import Answer, Generate, remove_answers
 from eyas.train.data.conversations import Conversation, OnBadLine, encode_record, iterate_conversations
+from eyas.train.data.cut import Cut
 from eyas.train.data.dialogues import Dialogue, Sampling, ask, open_dialogue, take
 from eyas.train.data.follow_ups import FollowUps, FollowUpWriter
+from eyas.train.data.shuffled import ShuffledRows, plain_file
 from eyas.train.data.user_turns import SELF_SOURCE
 
 OUTPUT_NAME = "conversations.jsonl"
 JOURNAL_NAME = "chunks.jsonl"
 CHUNK_CONVERSATIONS = 4000
 """Conversations answered together: enough to keep a large batch busy, and some hundred megabytes of text and tokens."""
+LEAST_CONVERSATIONS = 256
+"""Of the last chunks before a limit, so that they too keep a batch busy: a limit is passed by these at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLimit:
+    """Tokens that training takes, prompts included, in documents cut as `cut` does; conversations are shuffled by `seed`."""
+
+    tokens: int
+    cut: Cut
+    seed: int
 
 
 def regenerate(
@@ -40,6 +60,7 @@ def regenerate(
     generate: Generate,
     sampling: Sampling,
     follow_ups: FollowUps | None = None,
+    limit: TokenLimit | None = None,
     on_bad_line: OnBadLine = "stop",
     chunk_conversations: int = CHUNK_CONVERSATIONS,
 ) -> dict[str, Any]:
@@ -49,10 +70,12 @@ def regenerate(
         conversations: what to rewrite; its assistant turns are not read, except to see whether a call was made again.
         generate: the backend, which keeps its answers in `out_dir`.
         follow_ups: how the target goes on after the last answer of a conversation whose prompt it wrote itself.
+        limit: where to stop; None answers everything.
 
     Returns:
         Counts of what was written and of every dialogue that ended early, by reason ("dropped"); "failed" are requests
-        that no server would answer.
+        that no server would answer. With a limit also "train_tokens", and the conversations that were not asked
+        ("not_needed").
 
     Raises:
         ValueError: a broken input line, two conversations of one id, or nothing left at the end.
@@ -62,24 +85,71 @@ def regenerate(
     writer = None
     if follow_ups is not None:
         writer = FollowUpWriter(chat, follow_ups=follow_ups, max_model_len=sampling.max_model_len)
+    for number in range(journal.chunks):  # of a run that was killed before it removed them
+        remove_answers(out_dir, prefix=_prefix(number))
     skipped: Counter[str] = Counter()
-    rows = iterate_conversations(conversations, on_bad_line=on_bad_line, skipped=skipped)
-    for number, chunk in enumerate(_chunks(rows, size=chunk_conversations)):
-        prefix = f"chunk-{number:05d}-"
-        if number >= journal.chunks:
-            dialogues = _open(chunk, sampling=sampling, follow_ups=follow_ups)
-            _answer_all(
-                dialogues, prefix=prefix, chat=chat, generate=generate, sampling=sampling, writer=writer, counts=counts
-            )
-            _count_chunk(dialogues, counts=counts)
-            journal.append([_line(dialogue) for dialogue in dialogues if dialogue.answered], counts=counts)
+    rows = _rows(conversations, limit=limit, out_dir=out_dir, on_bad_line=on_bad_line, skipped=skipped)
+    rows = islice(rows, counts["conversations_read"], None)
+    while chunk := list(islice(rows, _chunk_size(counts, limit=limit, most=chunk_conversations))):
+        prefix = _prefix(journal.chunks)
+        dialogues = _open(chunk, sampling=sampling, follow_ups=follow_ups)
+        _answer_all(
+            dialogues, prefix=prefix, chat=chat, generate=generate, sampling=sampling, writer=writer, counts=counts
+        )
+        _count_chunk(dialogues, counts=counts)
+        if limit is not None:
+            counts["train_tokens"] += sum(_trained_tokens(dialogue, chat=chat, cut=limit.cut) for dialogue in dialogues)
+        journal.append([_line(dialogue) for dialogue in dialogues if dialogue.answered], counts=counts)
         remove_answers(out_dir, prefix=prefix)
+    if limit is not None:
+        counts["not_needed"] = sum(1 for _ in rows)
     if not counts["conversations"]:
         raise ValueError(
             f"nothing is left of {conversations}: every dialogue ended before its first answer, "
             f"for these reasons: {_nested(counts).get('dropped', {})}; see data.generation"
         )
     return {**_nested(counts), "lines_skipped": dict(skipped)}
+
+
+def _prefix(chunk: int) -> str:
+    return f"chunk-{chunk:05d}-"
+
+
+def _rows(
+    path: Path, *, limit: TokenLimit | None, out_dir: Path, on_bad_line: OnBadLine, skipped: Counter[str]
+) -> Iterator[Conversation]:
+    """All conversations in the order in which they are answered."""
+    if limit is None:
+        yield from iterate_conversations(path, on_bad_line=on_bad_line, skipped=skipped)
+        return
+    with plain_file(path, beside=out_dir) as plain:
+        rows = ShuffledRows(plain, named=path, on_bad_line=on_bad_line, skipped=skipped, seed=limit.seed)
+        yield from rows.read(split="heldout")
+        yield from rows.read(split="train")
+
+
+def _chunk_size(counts: Counter[str], *, limit: TokenLimit | None, most: int) -> int:
+    """Conversations to answer next: as many as the limit seems to need yet, by the mean of those before."""
+    if limit is None:
+        return most
+    missing = limit.tokens - counts["train_tokens"]
+    if missing <= 0:
+        return 0
+    trained = counts["conversations"] - counts["conversations_heldout"]
+    mean = counts["train_tokens"] / trained if counts["train_tokens"] else limit.cut.max_length
+    return min(most, max(LEAST_CONVERSATIONS, math.ceil(missing / mean)))
+
+
+def _trained_tokens(dialogue: Dialogue, *, chat: TargetChat, cut: Cut) -> int:
+    """Tokens of the documents that a dialogue makes for training, as the prepare stage will count them."""
+    if dialogue.split != "train" or not dialogue.answered:
+        return 0
+    try:
+        documents = chat.encode_conversation(dialogue.messages, truncated=dialogue.truncated, tools=dialogue.tools)
+    except ValueError:  # the prepare stage refuses or skips it
+        return 0
+    kept = [cut(document) for document in documents]
+    return sum(len(each[0]) for each in kept if not isinstance(each, str))
 
 
 def _open(chunk: Sequence[Conversation], *, sampling: Sampling, follow_ups: FollowUps | None) -> list[Dialogue]:
@@ -166,17 +236,6 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return found
-
-
-def _chunks(rows: Iterable[Conversation], *, size: int) -> Iterator[list[Conversation]]:
-    chunk: list[Conversation] = []
-    for row in rows:
-        chunk.append(row)
-        if len(chunk) == size:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
 
 
 def _line(dialogue: Dialogue) -> dict[str, Any]:
