@@ -167,10 +167,10 @@ def test_what_vllm_may_take_of_a_device_decides(overrides: list[str]) -> None:
     assert "10.28 GiB there" in fit_of("score", *beside), "two engines at a time share it"
 
 
+@pytest.mark.engine
 def test_vllms_own_share_of_memory_is_that_of_the_version_installed() -> None:
     found = find_spec("vllm")
-    if found is None or found.origin is None:
-        pytest.skip("vLLM is not installed")
+    assert found is not None and found.origin is not None
     text = (Path(found.origin).parent / "config" / "cache.py").read_text(encoding="utf-8")
     assert f"gpu_memory_utilization: float = Field(default={VLLM_SHARE}," in text
 
