@@ -5,7 +5,7 @@
 #   bash tests/gpu/check.sh --dry            tiny shapes, on the CPU where there is no GPU
 #
 # Needs a checkout and a Python (PYTHON, default python3) with torch, transformers, accelerate and safetensors, and on a GPU
-# a C compiler; eyas need not be installed. Nothing is downloaded. About 15 GB of temporary files go to TMPDIR. It stops by
+# a C compiler; eyas need not be installed. Nothing is downloaded. By count 15 GB of temporary files go to TMPDIR. It stops by
 # itself after 8 minutes.
 set -euo pipefail
 
