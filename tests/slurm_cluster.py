@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NODES = ("n1", "n2")
+SPARE = "n3"
+"""DOWN until a test starts it in place of a lost node."""
 FINISHED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
 CONFIG = """\
 ClusterName=eyas
@@ -115,13 +117,34 @@ class Cluster:
                 raise TimeoutError(f"job {job} is {self.fields(job)}")
             time.sleep(0.1)
 
+    def wait_until_requeued(self, job: str, *, seconds: float = 60) -> None:
+        """Until a running job has been requeued, and the second in which it was is over.
+
+        SLURM 22.05 revokes a life of a job by the second: where a node is set DOWN at once, the next life may begin within that
+        second, is "already killed", and the job has FAILED. SLURM by itself takes longer to set a node DOWN.
+        """
+        deadline = time.monotonic() + seconds
+        while self.fields(job)["JobState"] == "RUNNING":
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"job {job} is {self.fields(job)}")
+            time.sleep(0.1)
+        second = int(time.time())
+        while int(time.time()) <= second:
+            time.sleep(0.1)
+
     def start_node(self, node: str) -> None:
         """Start the daemon of a node name."""
         self.command("slurmd", "-f", self.environment["SLURM_CONF"], "-N", node)
 
     def kill_node(self, node: str) -> None:
         """End the daemon of a node name as a power cut would."""
-        os.kill(int((self.folder / "run" / f"slurmd.{node}.pid").read_text()), signal.SIGKILL)
+        pid_file = self.folder / "run" / f"slurmd.{node}.pid"
+        os.kill(int(pid_file.read_text()), signal.SIGKILL)
+        pid_file.unlink()  # another process may get the number
+
+    def set_down(self, node: str) -> None:
+        """What SLURM does itself when a node has not answered for long."""
+        self.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
 
 
 def _fields(line: str) -> dict[str, str]:
@@ -145,15 +168,16 @@ def cluster() -> Iterator[Cluster]:
 
 
 def _write_configuration(folder: Path) -> dict[str, str]:
-    for name in ("munge", "state", "log", "run", *(f"state/slurmd.{node}" for node in NODES)):
+    for name in ("munge", "state", "log", "run", *(f"state/slurmd.{node}" for node in (*NODES, SPARE))):
         (folder / name).mkdir(parents=True)
     key = folder / "munge" / "munge.key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
-    host, (port, *node_ports) = socket.gethostname().partition(".")[0], _free_ports(1 + len(NODES))
+    host, (port, *node_ports) = socket.gethostname().partition(".")[0], _free_ports(2 + len(NODES))
     nodes = "\n".join(
-        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_port} CPUs=4 RealMemory=4096 State=UNKNOWN"
-        for node, node_port in zip(NODES, node_ports, strict=True)
+        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_port} CPUs=4 RealMemory=4096 "
+        f"State={'DOWN' if node == SPARE else 'UNKNOWN'}"
+        for node, node_port in zip((*NODES, SPARE), node_ports, strict=True)
     )
     config = folder / "slurm.conf"
     config.write_text(CONFIG.format(host=host, port=port, folder=folder, nodes=nodes))
@@ -188,7 +212,7 @@ def _start(folder: Path, environment: dict[str, str]) -> Cluster:
     deadline = time.monotonic() + 60
     while True:
         with contextlib.suppress(RuntimeError):
-            if set(found.command("sinfo", "-h", "-N", "-o", "%T").split()) == {"idle"}:
+            if set(found.command("sinfo", "-h", "-N", "-n", ",".join(NODES), "-o", "%T").split()) == {"idle"}:
                 return found
         if time.monotonic() > deadline:
             raise TimeoutError(f"SLURM did not come up: {(folder / 'log' / 'slurmctld.log').read_text()[-2000:]}")
@@ -212,6 +236,8 @@ def _stop(folder: Path, environment: Mapping[str, str] | None) -> None:
         while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in pids):
             time.sleep(0.1)
         pids = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    if environment is not None:
+        _kill_marked(environment, variable=b"")  # processes that hold a step, and would wait for the controller
 
 
 def _end_jobs(environment: Mapping[str, str]) -> None:
@@ -219,9 +245,14 @@ def _end_jobs(environment: Mapping[str, str]) -> None:
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         words = ["scancel", "--signal=KILL", "--full", "--user=root"]
         subprocess.run(words, env=environment, capture_output=True, timeout=10, check=False)
+    _kill_marked(environment, variable=b"SLURM_JOB_ID=")
+
+
+def _kill_marked(environment: Mapping[str, str], *, variable: bytes) -> None:
+    """Kill every process that was started with the cluster's configuration and a variable that begins so."""
     mark = f"SLURM_CONF={environment['SLURM_CONF']}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             variables = path.read_bytes().split(b"\0")
-            if mark in variables and any(each.startswith(b"SLURM_JOB_ID=") for each in variables):
+            if mark in variables and any(each.startswith(variable) for each in variables):
                 os.kill(int(path.parent.name), signal.SIGKILL)

@@ -17,7 +17,7 @@ import pytest
 from eyas.heads.files import read_json, write_json
 from eyas.train.tracking import read_metrics
 from tests import slurm_cluster, slurm_jobs
-from tests.slurm_cluster import Cluster
+from tests.slurm_cluster import SPARE, Cluster
 from tests.slurm_jobs import (
     eyas,
     finish,
@@ -103,6 +103,7 @@ def test_whatever_stops_it_it_ends_with_the_same_bits(cluster: Cluster, inputs: 
     node_set_down(cluster, run_dir, job)
     node_lost(cluster, run_dir, job)
     finish(cluster, job, run_dir)
+    node_found(cluster)
     assert cluster.fields(job)["Restarts"] == "5", said(run_dir)
     assert weights(run_dir) == weights(undisturbed)
     last, whole = (_last_record(each / "train" / "metrics.jsonl") for each in (run_dir, undisturbed))
@@ -182,14 +183,15 @@ def node_set_down(cluster: Cluster, run_dir: Path, job: str) -> None:
     """As SLURM itself sets a node that no longer answers: it requeues the job."""
     wait_for_steps(run_dir)
     with held_still(job):
-        cluster.command("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+        cluster.set_down("n2")
     cluster.wait_until_pending(job)
 
 
 def node_lost(cluster: Cluster, run_dir: Path, job: str) -> None:
     """The processes on the other node fail before SLURM has noticed anything: the script finds it out, and requeues.
 
-    SLURM's own process for the step outlives the others, without which srun would wait for it for a minute and a half.
+    SLURM's own process for the step outlives the others, without which srun would wait for it for a minute and a half. Another
+    node takes the place of the lost one: SLURM still has orders for that, such as to end the life that it was lost in.
     """
     wait_for_steps(run_dir)
     pids = processes_of(job, node="n2")
@@ -198,11 +200,19 @@ def node_lost(cluster: Cluster, run_dir: Path, job: str) -> None:
         with until_said(run_dir, "eyas: a node was lost; requeued"):
             cluster.kill_node("n2")
             signal_all(pids, signal.SIGKILL)
+        cluster.wait_until_requeued(job)
     finally:
         signal_all(daemons, signal.SIGKILL)
-        cluster.command("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
-        cluster.start_node("n2")
+        cluster.set_down("n2")
+    cluster.start_node(SPARE)
     cluster.wait_until_pending(job)
+
+
+def node_found(cluster: Cluster) -> None:
+    """The lost node comes back, and the one in its place goes."""
+    cluster.kill_node(SPARE)
+    cluster.set_down(SPARE)
+    cluster.start_node("n2")
 
 
 def test_deepspeed_trains_on_two_nodes_and_goes_on_where_it_was(
