@@ -204,8 +204,8 @@ def node_lost(cluster: Cluster, run_dir: Path, job: str) -> None:
     finally:
         signal_all(daemons, signal.SIGKILL)
         cluster.set_down("n2")
-    cluster.start_node(SPARE)
     cluster.wait_until_pending(job)
+    cluster.start_node(SPARE)
 
 
 def node_found(cluster: Cluster) -> None:
